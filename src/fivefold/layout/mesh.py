@@ -1,0 +1,201 @@
+"""The process groups and device meshes of a layout: where ranks meet torch.distributed.
+
+The only module that makes process groups, and the only one that knows how a DeviceMesh is put
+together. `Axes` has an `Axis` for everything that this rank talks over, and the meshes that give
+DTensors their global meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fivefold.layout.notation import Layout
+from fivefold.layout.ranks import coordinates, dense_ranks, groups, sparse_ranks
+from fivefold.parallel.comm import Axis, Recorder
+
+
+@dataclass(frozen=True)
+class Channels:
+    """One-way two-rank links to the pipeline neighbours; None where there is no such neighbour.
+
+    Each direction has a process group of its own, so that activations and gradients that cross
+    can never wait for each other.
+    """
+
+    forward_out: Axis | None  # activations to the next stage
+    forward_in: Axis | None  # activations from the previous one
+    backward_out: Axis | None  # gradients to the previous one
+    backward_in: Axis | None  # gradients from the next one
+
+
+@dataclass(frozen=True)
+class Axes:
+    """All that one rank talks over."""
+
+    layout: Layout
+    rank: int
+    coordinates: dict[str, int]
+    recorder: Recorder
+    world: Axis
+    tp: Axis
+    kv_copies: Axis  # tp ranks that hold copies of one kv head (one rank when there are enough)
+    ulysses: Axis
+    ring: Axis
+    sequence: Axis  # ranks that hold parts of the same sequences: ring x ulysses x tp
+    dp: Axis  # replicas of a dense weight: dp x cp
+    dp_shard: Axis  # what ZeRO shards a dense weight over: dp_shard x cp
+    dp_replicate: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis  # replicas of an expert weight
+    edp_shard: Axis  # what ZeRO shards an expert weight over
+    tied: Axis  # first and last stage, which both hold a tied embedding
+    channels: Channels
+    dense_mesh: DeviceMesh | None  # dimensions "fsdp", "tp" (or "kv", "copies"); only split ones
+    expert_mesh: DeviceMesh | None  # dimensions "fsdp", "ep", "etp"; only split ones
+
+    def describe(self) -> str:
+        """Coordinates for messages to people, such as `pp1 dp0 tp1`."""
+        shown = ("pp", "dp", "ring", "ulysses", "tp", "ep")
+        sizes = {name: getattr(self.layout, name) for name in shown}
+        parts = [f"{name}{self.coordinates[name]}" for name in shown if sizes[name] > 1]
+        return " ".join(parts) or "the only process"
+
+
+def make_axes(layout: Layout, rank: int, recorder: Recorder, kv_heads: int) -> Axes:
+    """Make this rank's process groups. Every rank of the world calls this once, and the default
+    process group must exist. `kv_heads` of the model: with fewer of them than tp ranks, several
+    ranks hold copies of one."""
+    make = _GroupMaker(rank, recorder)
+    copies = max(1, layout.tp // kv_heads)
+
+    def axis(name: str, split: str, rows: np.ndarray | None = None) -> Axis:
+        return make.axis(name, split, groups(layout, name) if rows is None else rows)
+
+    tp_rows = groups(layout, "tp")
+    tp = axis("tp", "tp")
+    kv_rows = tp_rows.reshape(-1, layout.tp // copies, copies)
+    kv_copies = axis("kv_copies", "tp", kv_rows.reshape(-1, copies))
+    dp_shard, edp_shard = axis("dp_shard_cp", "dp"), axis("edp_shard", "dp")
+    ep, etp = axis("ep", "ep"), axis("etp", "ep")
+    zero = layout.zero > 0
+    place = coordinates(layout, rank)
+    pp, replica = place["pp"], place["dp_replicate"]
+
+    dense = np.sort(dense_ranks(layout)[pp, replica].reshape(-1, layout.tp), axis=0)
+    if copies > 1:
+        dense = dense.reshape(-1, layout.tp // copies, copies)
+        kv = axis("kv", "tp", kv_rows.swapaxes(1, 2).reshape(-1, layout.tp // copies))
+        dense_axes = {"fsdp": dp_shard, "kv": kv, "copies": kv_copies}
+    else:
+        dense_axes = {"fsdp": dp_shard, "tp": tp}
+    experts = sparse_ranks(layout)[pp, replica]
+    expert_axes = {"fsdp": edp_shard, "ep": ep, "etp": etp}
+
+    return Axes(
+        layout=layout,
+        rank=rank,
+        coordinates=place,
+        recorder=recorder,
+        world=Axis(
+            "world",
+            "world",
+            tuple(range(layout.world_size)),
+            rank,
+            dist.group.WORLD if layout.world_size > 1 else None,
+            recorder,
+        ),
+        tp=tp,
+        kv_copies=kv_copies,
+        ulysses=axis("ulysses", "sp"),
+        ring=axis("ring", "sp"),
+        sequence=axis("sequence", "ep"),
+        dp=axis("dp_cp", "dp"),
+        dp_shard=dp_shard,
+        dp_replicate=axis("dp_replicate", "dp"),
+        ep=ep,
+        etp=etp,
+        edp=axis("edp", "dp"),
+        edp_shard=edp_shard,
+        tied=axis("tied", "pp", _first_and_last(layout)),
+        channels=_make_channels(layout, make),
+        dense_mesh=_mesh(dense, dense_axes, zero),
+        expert_mesh=_mesh(experts, expert_axes, zero),
+    )
+
+
+class _GroupMaker:
+    """Makes each process group once, in the same order on all of its ranks."""
+
+    def __init__(self, rank: int, recorder: Recorder) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def axis(self, name: str, split: str, rows: np.ndarray) -> Axis:
+        """The axis whose groups are the rows; a rank that is in none has it to itself."""
+        own = rows[(rows == self._rank).any(axis=1)]
+        ranks = tuple(own[0].tolist()) if len(own) else (self._rank,)
+        group = self._group(ranks) if len(ranks) > 1 else None
+        return Axis(name, split, ranks, ranks.index(self._rank), group, self._recorder)
+
+    def channel(self, name: str, source: int, target: int) -> Axis:
+        group = new_group((source, target))
+        index = 0 if self._rank == source else 1
+        return Axis(name, "pp", (source, target), index, group, self._recorder)
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._made:
+            self._made[ranks] = new_group(ranks)
+        return self._made[ranks]
+
+
+def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group that its members alone take part in making."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def _first_and_last(layout: Layout) -> np.ndarray:
+    if layout.pp == 1:
+        return np.arange(layout.world_size).reshape(-1, 1)
+    return groups(layout, "pp")[:, [0, -1]]
+
+
+def _make_channels(layout: Layout, make: _GroupMaker) -> Channels:
+    """Neighbours along the pipeline; with chunks (vpp) it closes to a ring."""
+    if layout.pp == 1:
+        return Channels(None, None, None, None)
+    made: dict[str, Axis] = {}
+    pipeline = next(row for row in groups(layout, "pp").tolist() if make._rank in row)
+    links = list(zip(pipeline, pipeline[1:], strict=False))
+    if layout.vpp > 1:
+        links.append((pipeline[-1], pipeline[0]))
+    for earlier, later in links:
+        if make._rank in (earlier, later):
+            forward = make.channel("pp forward", earlier, later)
+            backward = make.channel("pp backward", later, earlier)
+            first = make._rank == earlier
+            made["forward_out" if first else "forward_in"] = forward
+            made["backward_in" if first else "backward_out"] = backward
+    names = ("forward_out", "forward_in", "backward_out", "backward_in")
+    return Channels(*(made.get(name) for name in names))
+
+
+def _mesh(ranks: np.ndarray, axes: dict[str, Axis], zero: bool) -> DeviceMesh | None:
+    """A mesh over existing groups, with the axes that split something as dimensions."""
+    kept = [n for n, axis in axes.items() if axis.size > 1 and (zero or n != "fsdp")]
+    if not kept:
+        return None
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    chosen = [axes[name].group for name in kept]
+    if len(kept) == 1:
+        return DeviceMesh.from_group(chosen[0], device, mesh_dim_names=tuple(kept))
+    # Only this rank's slice along the axes that are left out.
+    place = [slice(None) if name in kept else axes[name].index for name in axes]
+    mesh = torch.from_numpy(np.ascontiguousarray(ranks[tuple(place)]))
+    return DeviceMesh.from_group(chosen, device, mesh=mesh, mesh_dim_names=tuple(kept))

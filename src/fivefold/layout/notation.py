@@ -1,0 +1,404 @@
+"""A layout: one complete choice of how training is split, and its one line of text.
+
+    tp4 sp pp2 vpp2 dp8 zero1 ep4 ulysses2 ring2 mb1 ga16 recompute=selective
+
+`parse` reads such a line and `str` writes it; they are each other's inverse. Whether a layout can
+run on a given model and number of devices is the business of `legality`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from fivefold.errors import UserError
+
+ORDER = ("tp", "cp", "ep", "dp", "pp")
+"""The default rank order, innermost (fastest varying) axis first."""
+
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One complete choice of how training is split. What is left out has its default.
+
+    The number of ranks is `world_size = dp * pp * tp * cp`. Within a pipeline stage the ranks
+    are shared out a second time for the experts: `etp * ep * edp = tp * cp * dp`.
+    """
+
+    tp: int = 1  # tensor parallel degree
+    sp: bool = False  # megatron sequence parallelism: activations split over the tp ranks
+    pp: int = 1  # pipeline stages
+    vpp: int = 1  # chunks of layers a pipeline rank (more than 1: interleaved 1F1B)
+    dp: int = 1  # data parallel degree, dp_replicate * dp_shard
+    dp_replicate: int = 1  # groups of the dp ranks that only replicate (HSDP)
+    zero: int = 0  # ZeRO stage, 0 to 3
+    ep: int = 1  # expert parallel degree
+    etp: int = 1  # tensor parallel degree inside an expert, 1 or tp
+    ulysses: int = 1  # sequence split exchanged for a head split around attention
+    ring: int = 1  # sequence split with K and V travelling round a ring
+    micro_batch: int = 1  # sequences a micro-batch on one dp rank ("mb")
+    accumulation: int = 1  # micro-batches a step on one dp rank ("ga")
+    recompute: str = "none"  # "none", "selective" (attention only) or "full" (each layer)
+    schedule: str = "1f1b"  # "gpipe" or "1f1b"; 1f1b with vpp > 1 is the interleaved one
+    order: tuple[str, ...] = ORDER  # rank order, innermost first
+    layers: tuple[int, ...] | None = None  # layers of each virtual stage, in model order
+
+    @property
+    def cp(self) -> int:
+        """Context parallel degree: how many ranks share one sequence (ulysses * ring)."""
+        return self.ulysses * self.ring
+
+    @property
+    def dp_shard(self) -> int:
+        """Data parallel ranks that shard optimizer state, gradients or weights (ZeRO)."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold a copy of the same expert weights and sum their gradients."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    @property
+    def stages(self) -> int:
+        """Virtual pipeline stages; stage s runs on pipeline rank s % pp."""
+        return self.pp * self.vpp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.dp * self.micro_batch * self.accumulation
+
+    def __str__(self) -> str:
+        """The line of text that `parse` reads, in one fixed order and without defaults."""
+        changed = (name for name in PRINTED if _value(self, name) != _value(DEFAULTS, name))
+        return " ".join(_token(name, _value(self, name)) for name in changed) or "dp1"
+
+    def describe(self) -> str:
+        """The number of devices as a product, in the form of the ranks and in the textbook's.
+
+        The textbook's DP x PP x TP x EP counts only the data parallelism left to the experts:
+        `64 devices = pp 2 x tp 4 x dp 8 (= edp 2 x ep 4)`.
+        """
+        notes: dict[str, list[str]] = {"tp": [], "pp": [], "cp": [], "dp": []}
+        if self.cp > 1:
+            notes["cp"].append(product({"ulysses": self.ulysses, "ring": self.ring}))
+        if self.dp_replicate > 1:
+            notes["dp"].append(f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}")
+        # What ep and edp share out; tp is part of it where experts are kept whole (etp 1).
+        shared = {"tp": self.tp // self.etp, "cp": self.cp, "dp": self.dp}
+        experts = f"edp {self.edp} x ep {self.ep}"
+        experts_stand_out = self.ep > 1 or self.etp > 1
+        dp_is_shared_alone = shared["tp"] == shared["cp"] == 1
+        if experts_stand_out and dp_is_shared_alone:
+            notes["dp"].append(experts)
+
+        degrees = {name: getattr(self, name) for name in ("pp", "tp", "cp", "dp")}
+        factors = [
+            f"{name} {degree}" + "".join(f" (= {note})" for note in notes[name])
+            for name, degree in degrees.items()
+            if degree > 1 or notes[name]
+        ]
+        text = f"{self.world_size} devices = {' x '.join(factors)}" if factors else "1 device"
+        if experts_stand_out and not dp_is_shared_alone:
+            text += f"; for the experts {product(shared)} (= {experts})"
+        return text
+
+
+DEFAULTS = Layout()
+
+DEGREES = ("pp", "vpp", "dp", "dp_replicate", "zero", "ep", "etp", "ulysses", "ring", "mb", "ga")
+PRINTED = ("tp", "sp", *DEGREES, "recompute", "schedule", "order", "layers")
+NUMBERS = ("tp", *DEGREES, "edp")
+FORMS = {
+    "tp": "tpN",
+    "sp": "sp",
+    **{name: f"{name}N" for name in (*DEGREES, "edp")},
+    "recompute": "recompute=none|selective|full",
+    "schedule": "schedule=gpipe|1f1b|interleaved",
+    "order": "order=" + "-".join(ORDER),
+    "layers": "layers=N,N*times,N",
+}
+"""How each token is written, by its name. `edp` may stand in place of `dp`."""
+
+FIELDS = {"mb": "micro_batch", "ga": "accumulation"}
+"""The tokens that are shorter than the name of their field."""
+
+LARGEST = 1_000_000
+"""No degree or count is larger, so that a slip of the keyboard cannot fill the memory."""
+
+
+# Reading
+
+
+def parse(text: str, world_size: int | None = None) -> Layout:
+    """The layout that one line of text states.
+
+    With `world_size`, the number of devices, dp may be left out and is derived; a dp that was
+    stated must fit. UserError for text that states no layout or one for another world size.
+    """
+    values = _read(text)
+    edp = values.pop("edp", None)
+    interleaved = values.get("schedule") == "interleaved"
+    if interleaved:
+        values["schedule"] = "1f1b"
+    layout = Layout(**{FIELDS.get(name, name): value for name, value in values.items()})
+    if interleaved and layout.vpp < 2:
+        raise UserError(
+            "schedule=interleaved needs 2 or more chunks of layers a pipeline rank, not vpp 1: "
+            "add vpp2, or write schedule=1f1b"
+        )
+    if edp is not None:
+        layout = _with_edp(layout, edp, dp_stated="dp" in values)
+    if world_size is None:
+        return layout
+    if "dp" not in values and edp is None:
+        derived = world_size // (layout.tp * layout.pp * layout.cp)
+        layout = replace(layout, dp=max(1, derived))
+    if error := world_size_error(layout, world_size):
+        raise UserError(error)
+    return layout
+
+
+def stated(text: str) -> frozenset[str]:
+    """The names of the tokens that a line of text states, such as {"tp", "mb"}."""
+    return frozenset(_read(text))
+
+
+def _read(text: str) -> dict[str, Any]:
+    """The value of each token stated, by the token's name."""
+    values: dict[str, Any] = {}
+    for token in text.lower().split():
+        name, value = _read_token(token)
+        if name in values:
+            raise UserError(f"layout token {name} is stated twice: keep one of them")
+        values[name] = value
+    return values
+
+
+def _read_token(token: str) -> tuple[str, Any]:
+    name, equals, value = token.partition("=")
+    if equals and name in ("recompute", "schedule", "order", "layers"):
+        return name, _read_value(name, value)
+    match = re.fullmatch(r"([a-z_]+)(-?[0-9]*)", token)
+    name = match[1] if match else name
+    if token == "sp":
+        return "sp", True
+    if name == "sp":
+        raise UserError(f"{token!r} gives sp a degree, but sp takes its degree from tp: write sp")
+    if name == "cp":
+        raise UserError(
+            f"{token!r} does not say how the sequence is split: write ulyssesN, ringN or both "
+            "(cp is their product)"
+        )
+    if name not in FORMS:
+        raise UserError(_unknown(token))
+    if match is None or not match[2] or match[2] == "-":
+        example = FORMS[name].replace("N", "2") if name in NUMBERS else FORMS[name]
+        raise UserError(f"layout token {token!r} is not complete: write it like {example}")
+    return name, _zero_stage(match[2]) if name == "zero" else _number(name, match[2])
+
+
+def _read_value(name: str, value: str) -> Any:
+    if name == "order":
+        return _read_order(value)
+    if name == "layers":
+        return _read_layers(value)
+    if value not in _choices(name):
+        raise UserError(f"{name}={value} is not known: {name} may be {join_or(_choices(name))}")
+    return value
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return RECOMPUTE if name == "recompute" else (*SCHEDULES, "interleaved")
+
+
+def _number(name: str, digits: str) -> int:
+    """A degree or count."""
+    # The length is looked at first: int() refuses thousands of digits in its own words.
+    number = int(digits) if len(digits) <= 20 else LARGEST + 1
+    if number < 1:
+        raise UserError(f"{name} must be 1 or more, not {number}")
+    if number > LARGEST:
+        raise UserError(f"{name} {digits[:20]} is too large: the most is {LARGEST}")
+    return number
+
+
+def _zero_stage(digits: str) -> int:
+    if digits not in ("0", "1", "2", "3"):
+        raise UserError(f"zero{digits[:20]} is not a ZeRO stage: zero0 to zero3 are")
+    return int(digits)
+
+
+def _read_order(value: str) -> tuple[str, ...]:
+    axes = tuple(value.split("-"))
+    if sorted(axes) != sorted(ORDER):
+        raise UserError(
+            f"order={value} must name each of {', '.join(ORDER)} once, innermost first: "
+            f"the default is order={'-'.join(ORDER)}"
+        )
+    return axes
+
+
+def _read_layers(value: str) -> tuple[int, ...]:
+    """`7,8*14,7`: a stage of 7 layers, fourteen of 8, one of 7."""
+    layers: list[int] = []
+    for part in value.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\*([0-9]+))?", part)
+        if match is None:
+            raise UserError(f"{part!r} in layers={value} is no number of layers: write 8 or 8*14")
+        layers += [_number("layers of a stage", match[1])] * _number("stages", match[2] or "1")
+    return tuple(layers)
+
+
+def _unknown(token: str) -> str:
+    if "," in token:
+        return f"layout tokens are separated by spaces, not commas: {token!r}"
+    words = dict(FORMS)
+    for name in ("recompute", "schedule"):
+        words |= {value: f"{name}={value}" for value in _choices(name)}
+    word = re.sub(r"-?[0-9]+$", "", token)
+    near = difflib.get_close_matches(word, words, n=1)
+    if near:
+        return f"unknown layout token {token!r}: did you mean {words[near[0]]}?"
+    return f"unknown layout token {token!r}: known are {', '.join(FORMS.values())}"
+
+
+def _with_edp(layout: Layout, edp: int, dp_stated: bool) -> Layout:
+    """The layout whose experts have `edp` copies: dp = etp * ep * edp / (tp * cp)."""
+    ranks = layout.tp * layout.cp
+    experts = layout.etp * layout.ep
+    if edp * experts % ranks:
+        unit = ranks // math.gcd(ranks, experts)
+        raise UserError(
+            f"etp {layout.etp} x ep {layout.ep} x edp {edp} = {edp * experts} is not a multiple of "
+            f"tp {layout.tp} x cp {layout.cp} = {ranks}: edp may be {nearest_multiples(edp, unit)}"
+        )
+    dp = edp * experts // ranks
+    if dp_stated and dp != layout.dp:
+        raise UserError(
+            f"dp {layout.dp} and edp {edp} contradict each other, for etp {layout.etp} x "
+            f"ep {layout.ep} x edp {edp} = tp {layout.tp} x cp {layout.cp} x dp {dp}: leave out dp"
+        )
+    return replace(layout, dp=dp)
+
+
+# Fitting a layout to the number of devices and to the global batch
+
+
+def world_size_error(layout: Layout, world_size: int) -> str | None:
+    """What is wrong when the layout's ranks are not as many as the devices, else None."""
+    if layout.world_size == world_size:
+        return None
+    if world_size < 1:
+        return f"the number of devices must be 1 or more, not {world_size}"
+    degrees = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    model_ranks = math.prod(degrees.values())
+    wrong = (
+        f"{product({**degrees, 'dp': layout.dp})} = {layout.world_size} ranks, "
+        f"but the number of devices is {world_size}"
+    )
+    if world_size % model_ranks == 0:
+        return f"{wrong}: dp {world_size // model_ranks} would fit"
+    return (
+        f"{wrong}: tp x pp x cp = {model_ranks} must divide it "
+        f"({nearest_choices(divisors(world_size), model_ranks)}), as it would "
+        f"{nearest_multiples(world_size, model_ranks)} devices"
+    )
+
+
+def with_global_batch(
+    layout: Layout, global_batch: int, given: Collection[str] = frozenset()
+) -> Layout:
+    """The layout with a step of `global_batch` sequences: accumulation is derived from it.
+
+    `given` names the tokens that the text stated (see `stated`). Accumulation ("ga") stated without
+    the micro-batch ("mb") derives the micro-batch; both stated must fit. UserError where
+    `global_batch = dp * micro_batch * accumulation` has no solution.
+    """
+    formula = "global_batch = dp x micro_batch x accumulation"
+    if global_batch < 1:
+        raise UserError(f"the global batch must be 1 or more sequences, not {global_batch}")
+    if "ga" in given and "mb" in given:
+        if layout.global_batch == global_batch:
+            return layout
+        raise UserError(
+            f"global batch {global_batch} is not dp {layout.dp} x mb {layout.micro_batch} x "
+            f"ga {layout.accumulation} = {layout.global_batch} ({formula}): leave out ga, "
+            "it follows from the others"
+        )
+    derived, stated_field = "accumulation", "micro_batch"
+    if "ga" in given:
+        derived, stated_field = stated_field, derived
+    unit = layout.dp * getattr(layout, stated_field)
+    if global_batch % unit:
+        raise UserError(
+            f"global batch {global_batch} is not a multiple of dp {layout.dp} x {stated_field} "
+            f"{getattr(layout, stated_field)} = {unit} ({formula}): the nearest is "
+            f"{nearest_multiples(global_batch, unit)}"
+        )
+    return replace(layout, **{derived: global_batch // unit})
+
+
+# Writing
+
+
+def _value(layout: Layout, name: str) -> Any:
+    return getattr(layout, FIELDS.get(name, name))
+
+
+def _token(name: str, value: Any) -> str:
+    if name == "sp":
+        return name
+    if name == "order":
+        return "order=" + "-".join(value)
+    if name == "layers":
+        return "layers=" + ",".join(_run(layers, len(list(run))) for layers, run in groupby(value))
+    return f"{name}{value}" if name in NUMBERS else f"{name}={value}"
+
+
+def _run(layers: int, times: int) -> str:
+    return min(",".join([str(layers)] * times), f"{layers}*{times}", key=len)
+
+
+# Words for the numbers in an error
+
+
+def product(factors: dict[str, int]) -> str:
+    """`tp 2 x dp 4`, without the factors that are 1 (unless all are)."""
+    shown = {name: value for name, value in factors.items() if value != 1} or factors
+    return " x ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number of 1 or more, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` (1 or more times) on both sides of a value that is none."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else str(unit)
+
+
+def join_or(values: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def nearest_choices(choices: Iterable[int], wanted: int) -> str:
+    """`1, 2, 5 or 10`: the choices, of a long list the 16 nearest to what was wanted."""
+    return join_or(sorted(sorted(choices, key=lambda choice: abs(choice - wanted))[:16]))

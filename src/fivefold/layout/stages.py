@@ -1,0 +1,108 @@
+"""Which layers live on which pipeline stage.
+
+`stages` counts virtual stages (pp * vpp); a split is one layer count a stage, in model order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import accumulate, pairwise
+
+from fivefold.errors import UserError
+
+
+def split_layers(
+    num_layers: int, stages: int, embedding_cost: float = 1.0, head_cost: float = 1.0
+) -> tuple[int, ...]:
+    """Layers on each virtual stage, chosen automatically.
+
+    The even split comes first: sizes differ by at most one and the larger stages come first
+    (30 on 4: 8, 8, 7, 7). A pipeline is as fast as its slowest stage, and the first stage also
+    looks up the embedding while the last also computes the head and the loss. So the even split
+    gives way to a weighted one, but only where that makes the slowest stage strictly cheaper
+    (126 on 16: 7, 14 times 8, 7: a layer less on the first and the last stage, as published for
+    Llama 3 405B, arXiv:2407.21783, section 3.3.2).
+
+    Costs are in layers: an embedding of cost 1.0 weighs as much as one layer. The defaults are
+    the usual rule of thumb; with them sizes still differ by at most one and no stage gets more
+    layers than the largest of the even split. For a large vocabulary on a small model pass
+    `head_cost = vocab_size * hidden_size / matrix parameters of a layer`; costs of 0.0 give the
+    even split. All layers count the same. Raises UserError when a stage would be empty.
+    """
+    _refuse_empty_stages(num_layers, stages)
+    even = _even_split(num_layers, stages)
+    if stages == 1:
+        return even
+    weighted = _weighted_split(num_layers, stages, embedding_cost, head_cost)
+    slowest_even = max(_stage_costs(even, embedding_cost, head_cost))
+    slowest_weighted = max(_stage_costs(weighted, embedding_cost, head_cost))
+    return weighted if slowest_weighted < slowest_even else even
+
+
+def check_layers(layers: tuple[int, ...], num_layers: int, stages: int) -> None:
+    """Raises UserError unless `layers` puts each of `num_layers` on one of `stages` stages."""
+    _refuse_empty_stages(num_layers, stages)
+    given = _in_print(layers)
+    example = f"for example {_in_print(_even_split(num_layers, stages))}"
+    if len(layers) != stages:
+        raise UserError(
+            f"the layer list {given} has {len(layers)} stages but pp * vpp is {stages}: give "
+            f"{stages} numbers that add up to {num_layers}, {example}"
+        )
+    if min(layers) < 1:
+        stage = next(stage for stage, count in enumerate(layers) if count < 1)
+        raise UserError(
+            f"the layer list {given} gives stage {stage} {layers[stage]} layers but every stage "
+            f"needs at least 1: {example}"
+        )
+    if sum(layers) != num_layers:
+        raise UserError(
+            f"the layer list {given} adds up to {sum(layers)} but the model has {num_layers} "
+            f"layers: {example}"
+        )
+
+
+def stage_ranges(layers: tuple[int, ...]) -> list[range]:
+    """The layers (0-based, in model order) of each virtual stage."""
+    return [range(first, end) for first, end in pairwise(accumulate(layers, initial=0))]
+
+
+def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
+    size, larger = divmod(num_layers, stages)
+    return (size + 1,) * larger + (size,) * (stages - larger)
+
+
+def _weighted_split(
+    num_layers: int, stages: int, embedding_cost: float, head_cost: float
+) -> tuple[int, ...]:
+    """Gives every stage one layer, then each further layer to the stage that is cheapest so far.
+
+    Stage costs grow by one a layer, so this greedy choice has the smallest possible maximum and
+    variance. Among equally cheap stages the one with fewer layers comes first, then the earlier.
+    """
+    start_costs = _stage_costs((1,) * stages, embedding_cost, head_cost)
+    queue = [(cost, 1, stage) for stage, cost in enumerate(start_costs)]
+    heapq.heapify(queue)
+    for _ in range(num_layers - stages):
+        cost, layers, stage = queue[0]
+        heapq.heapreplace(queue, (cost + 1, layers + 1, stage))
+    return tuple(layers for _, layers, _ in sorted(queue, key=lambda entry: entry[2]))
+
+
+def _stage_costs(layers: tuple[int, ...], embedding_cost: float, head_cost: float) -> list[float]:
+    costs = [float(count) for count in layers]
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
+    return costs
+
+
+def _refuse_empty_stages(num_layers: int, stages: int) -> None:
+    if not 1 <= stages <= num_layers:
+        raise UserError(
+            f"{num_layers} layers cannot fill {stages} pipeline stages (pp * vpp) with at least "
+            f"one layer each: the largest pp * vpp that works is {num_layers}"
+        )
+
+
+def _in_print(layers: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(count) for count in layers) + "]"

@@ -1,0 +1,189 @@
+"""The parts of a decoder layer, as one process computes them.
+
+Activations are `[sequence, batch, hidden]`, so that a split of the sequence is a split of
+dimension 0. Where a split changes what a part does, the part has a seam, an attribute that does
+nothing by default and that the split's `run` replaces:
+
+- `entry` (of the linear layers that open a part) and `leave` (after the one that closes it):
+  tensor and megatron sequence parallelism;
+- `core` of attention: ulysses and ring sequence parallelism;
+- `exchange` of a mixture: expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.model.config import ModelConfig
+from fivefold.model.linear import Entry, closing_linear, linears, unchanged
+from fivefold.model.parameters import compute_value, differentiable, use
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), use(self.weight, x.dtype), self.eps)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding; its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return out
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary positions to x [sequence, batch, heads, head_dim].
+
+    `angles` are cosine and sine, [sequence, batch or 1, 1, head_dim / 2] each. The halves of a
+    head are paired (element i with i + head_dim / 2), the convention of Hugging Face weights.
+    """
+    cos, sin = angles
+    return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of whole sequences. q [s, b, heads, d], k and v [s, b, kv_heads, d]; `mask`
+    [b, 1, s, s] (True where a query may look) replaces the causal mask. Returns q's shape."""
+    dtype = q.dtype
+    if q.device.type == "cpu":  # bf16 attention is far slower than fp32 on CPUs
+        q, k, v = q.float(), k.float(), v.float()
+    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.permute(2, 0, 1, 3).to(dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. With fewer heads in its weights it computes
+    fewer heads: nothing here knows how many the model has."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+        self.entry: Entry | None = None
+        self.leave: Callable[[Tensor], Tensor] = unchanged
+        self.core: Callable[..., Tensor] = causal_attention
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: list[Tensor] | Tensor | None
+    ) -> Tensor:
+        projections = linears(x, [self.q_proj, self.k_proj, self.v_proj], self.entry)
+        q, k, v = (y.view(*y.shape[:2], -1, self.head_dim) for y in projections)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = self.core(rotate(q, angles), rotate(k, angles), v, mask)
+        return closing_linear(out.flatten(2), self.o_proj, self.leave)
+
+
+class MLP(nn.Module):
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.entry: Entry | None = None
+        self.leave: Callable[[Tensor], Tensor] = unchanged
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = linears(x, [self.gate_proj, self.up_proj], self.entry)
+        return closing_linear(gated(gate, up), self.down_proj, self.leave)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up, keeping its two inputs only."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        # d silu(x) / dx = sigmoid(x) (1 + x (1 - sigmoid(x))) = sigmoid + silu (1 - sigmoid)
+        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
+        return slope.mul_(up).mul_(grad), silu.mul_(grad)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return _Gated.apply(gate, up)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the embedding for those ids that this rank holds, zeros for the others."""
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, p: Tensor, first_id: int, dtype: torch.dtype) -> Tensor:
+        table = compute_value(p, dtype)
+        ids = ids - first_id
+        held = (ids >= 0) & (ids < table.shape[0])
+        ctx.parameter, ctx.shape = p, table.shape
+        ctx.save_for_backward(ids, held)
+        rows = F.embedding(ids.where(held, 0), table)
+        return rows if bool(held.all()) else rows * held.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ids, held = ctx.saved_tensors
+        main_grad = getattr(ctx.parameter, "main_grad", None)
+        total = main_grad if main_grad is not None else grad.new_zeros(ctx.shape)
+        total.index_add_(0, ids[held], grad[held].to(total.dtype))
+        return None, None if main_grad is not None else total, None, None
+
+
+class Embedding(nn.Module):
+    """Token embedding [vocab_size, hidden]. `first_id` is the first row that this rank holds."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = None  # as a tied head it is read like a linear layer
+        self.dtype = dtype
+        self.first_id = 0
+        self.leave: Callable[[Tensor], Tensor] = unchanged
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [sequence, batch] -> hidden states [sequence, batch, hidden]."""
+        p = differentiable(self.weight)
+        return self.leave(_Lookup.apply(ids, p, self.first_id, self.dtype))
+
+

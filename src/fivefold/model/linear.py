@@ -1,0 +1,116 @@
+"""Matrix products with weights, and the seam where tensor parallelism enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.model.parameters import compute_value, differentiable, take_gradient, use
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The default of a seam."""
+    return x
+
+
+class PendingSum(Protocol):
+    def wait(self) -> Tensor: ...
+
+
+class Entry(Protocol):
+    """How activations come into a group of linear layers that share their input."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The input that the local weights need, from what this rank holds."""
+        ...
+
+    def reduce(self, grad: Tensor) -> PendingSum:
+        """Begin to sum the input's gradient over ranks, back to what this rank holds."""
+        ...
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b. CPUs without bf16 units are 80 times slower in bf16 than in fp32: there the product
+    is taken in fp32 and rounded."""
+    if a.device.type == "cpu" and a.dtype == torch.bfloat16:
+        return (a.float() @ b.float()).to(torch.bfloat16)
+    return a @ b
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a temporary where the dtypes allow it."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += product(a, b)
+
+
+class _Linears(torch.autograd.Function):
+    """y_i = x w_i^T + b_i for several weights that share x.
+
+    Only this rank's part of x is kept for the backward pass; it is gathered again for the weight
+    gradients, and the sum of the input gradient over ranks runs beside their computation.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, entry: Entry | None, count: int, *parameters: Tensor):
+        weights = [compute_value(p, x.dtype) for p in parameters[:count]]
+        biases = [compute_value(p, x.dtype) for p in parameters[count:]]
+        ctx.entry, ctx.parameters, ctx.count = entry, parameters, count
+        ctx.save_for_backward(x, *weights)
+        full = entry.gather(x) if entry else x
+        rows = full.reshape(-1, full.shape[-1])
+        outputs = []
+        for i, weight in enumerate(weights):
+            y = product(rows, weight.t())
+            if biases:
+                y += biases[i]
+            outputs.append(y.view(*full.shape[:-1], weight.shape[0]))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        entry, count = ctx.entry, ctx.count
+        rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
+        dx = pending = None
+        if ctx.needs_input_grad[0]:
+            dx = product(rows_of[0], weights[0])
+            for g, weight in zip(rows_of[1:], weights[1:], strict=True):
+                add_product(dx, g, weight)
+            dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
+        full = entry.gather(x) if entry else x
+        if dx is not None and entry:
+            pending = entry.reduce(dx)
+        rows = full.reshape(-1, full.shape[-1])
+        returned: list[Tensor | None] = []
+        for p, g in zip(ctx.parameters[:count], rows_of, strict=True):
+            returned.append(_weight_gradient(p, g, rows))
+        for p, g in zip(ctx.parameters[count:], rows_of, strict=False):
+            returned.append(take_gradient(p, g.float().sum(0).to(g.dtype)))
+        return (pending.wait() if pending else dx, None, None, *returned)
+
+
+def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:
+    main_grad = getattr(p, "main_grad", None)
+    if main_grad is None:
+        return product(grad.t(), rows)
+    add_product(main_grad, grad.t(), rows)
+    return None
+
+
+def linears(x: Tensor, layers: Sequence[nn.Linear], entry: Entry | None = None) -> list[Tensor]:
+    """Apply linear layers that share the input x [..., hidden] (all with a bias or none)."""
+    weights = [differentiable(layer.weight) for layer in layers]
+    biases = [differentiable(layer.bias) for layer in layers if layer.bias is not None]
+    return list(_Linears.apply(x, entry, len(layers), *weights, *biases))
+
+
+def closing_linear(x: Tensor, layer: nn.Linear, leave: Callable[[Tensor], Tensor]) -> Tensor:
+    """The product that closes a part. Its bias is added once, after the ranks' sums are joined."""
+    (y,) = _Linears.apply(x, None, 1, differentiable(layer.weight))
+    y = leave(y)
+    return y if layer.bias is None else y + use(layer.bias, y.dtype)

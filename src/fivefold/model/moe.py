@@ -1,0 +1,218 @@
+"""The mixture of experts: a router, experts, and the seam through which tokens travel."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.model.config import ModelConfig
+from fivefold.model.layers import MLP, gated
+from fivefold.model.linear import add_product, linears, product
+from fivefold.model.parameters import compute_value, differentiable
+
+
+class Exchange(Protocol):
+    """How tokens reach the experts that were chosen for them, and come back."""
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """Of the hidden states [sequence, ...] those that this rank routes."""
+        ...
+
+    def all_tokens(self, y: Tensor) -> Tensor:
+        """The reverse of own_tokens."""
+        ...
+
+    def sum_over_sequence(self, counts: Tensor) -> Tensor:
+        """Sum of counts over the ranks that route parts of the same sequences."""
+        ...
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
+        """Send rows [n, hidden], sorted by expert with `counts` [num_experts] each. Returns the
+        rows for the local experts in their order, how many for each, and what combine needs."""
+        ...
+
+    def combine(self, rows: Tensor, state: Any) -> Tensor:
+        """Send the results back into the order of the rows that were dispatched."""
+        ...
+
+
+class NoExchange:
+    """All experts are here."""
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_tokens(self, y: Tensor) -> Tensor:
+        return y
+
+    def sum_over_sequence(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
+        return rows, counts.tolist(), None
+
+    def combine(self, rows: Tensor, state: Any) -> Tensor:
+        return rows
+
+
+class _GroupedLinears(torch.autograd.Function):
+    """Rows of expert i times weight[i]^T, for several stacked weights that share the rows.
+
+    On GPUs one grouped matrix product a weight; on CPUs a product an expert, which measured
+    faster there and adds weight gradients without a temporary (docs/decisions.md).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: list[int], *parameters: Tensor):
+        weights = [compute_value(p, x.dtype) for p in parameters]
+        ctx.counts, ctx.parameters = counts, parameters
+        ctx.save_for_backward(x, *weights)
+        return tuple(_grouped_product(x, w.transpose(1, 2), counts) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        dx = sum(
+            _grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True)
+        )
+        returned = [
+            _grouped_weight_gradient(p, g, x, w, ctx.counts)
+            for p, g, w in zip(ctx.parameters, grads, weights, strict=True)
+        ]
+        return (dx, None, *returned)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
+    if x.is_cuda:
+        return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
+    out = x.new_empty(x.shape[0], weights.shape[2])
+    for group, rows, part in zip(weights, x.split(counts), out.split(counts), strict=True):
+        if rows.dtype == torch.float32:
+            torch.mm(rows, group, out=part)
+        else:
+            part.copy_(product(rows, group))
+    return out
+
+
+def _grouped_weight_gradient(
+    p: Tensor, grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]
+) -> Tensor | None:
+    """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
+    main_grad = getattr(p, "main_grad", None)
+    if x.is_cuda:
+        total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
+        if main_grad is None:
+            return total
+        main_grad += total
+        return None
+    total = main_grad if main_grad is not None else torch.zeros_like(weight)
+    for group, g, rows in zip(total, grad.split(counts), x.split(counts), strict=True):
+        add_product(group, g.t(), rows)
+    return None if main_grad is not None else total
+
+
+def _group_ends(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+
+
+class Experts(nn.Module):
+    """Gated MLPs, stacked: gate and up [experts, width, hidden], down [experts, hidden, width]."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """rows [n, hidden] sorted by expert, `counts` rows for each -> [n, hidden]."""
+        opening = (differentiable(self.gate_proj), differentiable(self.up_proj))
+        gate, up = _GroupedLinears.apply(rows, counts, *opening)
+        (y,) = _GroupedLinears.apply(gated(gate, up), counts, differentiable(self.down_proj))
+        return y
+
+
+class MoE(nn.Module):
+    """Top-k softmax router, experts, and a shared expert where the model has one.
+
+    The balance loss is taken for each sequence by itself, so that it does not depend on how
+    sequences are grouped into micro-batches or spread over ranks. For one sequence of S tokens it
+    is `num_experts * sum_e f_e P_e`, f_e the share of the S * k assignments that expert e got and
+    P_e its mean router probability (Switch Transformer, arXiv:2101.03961, eq. 4-6, with f over
+    assignments): 1.0 when routing is uniform.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        moe = self.config = config.moe
+        self.gate = nn.Linear(config.hidden_size, moe.num_experts, bias=False)
+        self.experts = Experts(moe.num_experts, config.hidden_size, moe.expert_intermediate_size)
+        if moe.shared_intermediate_size:
+            self.shared_expert = MLP(config.hidden_size, moe.shared_intermediate_size)
+        if moe.shared_gate:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.exchange: Exchange = NoExchange()
+
+    def forward(self, x: Tensor, sequence_length: int, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """x [sequence, batch, hidden] (perhaps a part of each sequence, whose whole length is
+        `sequence_length`); `valid` [batch]: tokens of each sequence that count in the loss.
+        Returns the output and this rank's part of the balance loss, summed over sequences with
+        `valid` as weights."""
+        shared = self._shared(x)
+        own = self.exchange.own_tokens(x)
+        tokens = own.flatten(0, 1)
+        weights, experts, probabilities = self._route(tokens)
+        balance = self._balance_loss(experts, probabilities, own.shape[1], sequence_length, valid)
+
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self.config.num_experts)
+        rows = tokens.index_select(0, order // self.config.experts_per_token)
+        rows, local_counts, state = self.exchange.dispatch(rows, counts)
+        rows = self.exchange.combine(self.experts(rows, local_counts), state)
+        chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)
+        y = (chosen * weights.to(chosen.dtype).unsqueeze(-1)).sum(1)
+        y = self.exchange.all_tokens(y.view_as(own))
+        return (y if shared is None else y + shared), balance
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        if not self.config.shared_intermediate_size:
+            return None
+        y = self.shared_expert(x)
+        if self.config.shared_gate:
+            (scale,) = linears(x, [self.shared_expert_gate])
+            y = y * torch.sigmoid(scale)
+        return y
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and ids of the chosen experts [tokens, k], probabilities [tokens, experts]."""
+        (logits,) = linears(tokens, [self.gate])
+        probabilities = logits.float().softmax(-1)
+        weights, experts = probabilities.topk(self.config.experts_per_token, dim=-1)
+        if self.config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, experts, probabilities
+
+    def _balance_loss(
+        self,
+        experts: Tensor,
+        probabilities: Tensor,
+        batch: int,
+        sequence_length: int,
+        valid: Tensor,
+    ) -> Tensor:
+        num_experts, k = self.config.num_experts, self.config.experts_per_token
+        with torch.no_grad():
+            sequence = torch.arange(experts.shape[0], device=experts.device) % batch
+            slot = (sequence.unsqueeze(-1) * num_experts + experts).flatten()
+            counts = slot.bincount(minlength=batch * num_experts).view(batch, num_experts)
+            counts = self.exchange.sum_over_sequence(counts.float())
+            share = counts / (sequence_length * k)
+        sums = probabilities.view(-1, batch, num_experts).sum(0)
+        loss = num_experts * (share * sums / sequence_length).sum(-1)
+        return self.config.aux_loss_coef * (loss * valid).sum()

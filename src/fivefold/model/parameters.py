@@ -1,0 +1,85 @@
+"""Parameters: their first values, and how a layer reads them and returns their gradients.
+
+A parameter of a split model is a DTensor, so that it keeps its global meaning for checkpoints;
+inside a layer all arithmetic is on local tensors. Its gradient goes one of two ways:
+
+- to `main_grad`, an fp32 buffer with the local shape that the data-parallel split attached
+  (ZeRO 0): layers add into it directly, over micro-batches and uses, which saves a tensor and
+  an addition a weight, and makes accumulation fp32 whatever the compute precision;
+- to `.grad` through autograd, where FSDP2 looks for it (ZeRO 1-3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+INITIAL_STD = 0.02
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """First fp32 value of the whole parameter, a function of seed and global name alone.
+
+    So every layout starts from the same bits. Matrices and embeddings are normal with standard
+    deviation 0.02, norms are ones, biases zeros.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in name.split(".")[-2]:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(0.0, INITIAL_STD, generator=generator)
+
+
+def local_tensor(p: Tensor) -> Tensor:
+    """The local values of a parameter, outside autograd."""
+    with torch.no_grad():
+        return p.to_local() if isinstance(p, DTensor) else p.detach()
+
+
+def differentiable(p: Tensor) -> Tensor:
+    """What to hand to an autograd function in place of `p`: it must see that p needs a gradient,
+    and get a plain tensor where autograd itself is to receive the gradient."""
+    if hasattr(p, "main_grad") or not isinstance(p, DTensor):
+        return p
+    return p.to_local()
+
+
+def compute_value(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Local values in the compute dtype. Below fp32 the copy is kept until the next step, so that
+    micro-batches in flight share it."""
+    value = local_tensor(p)
+    if value.dtype == dtype or not hasattr(p, "main_grad"):
+        return value.to(dtype)
+    if getattr(p, "compute_copy", None) is None:
+        p.compute_copy = value.to(dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return p.compute_copy  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
+    """Hand over a weight's gradient: into main_grad, or back to autograd."""
+    main_grad = getattr(p, "main_grad", None)
+    if main_grad is None:
+        return grad
+    main_grad += grad
+    return None
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.parameter = p
+        return compute_value(p, dtype).view_as(local_tensor(p))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return take_gradient(ctx.parameter, grad), None
+
+
+def use(p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """A small weight (a norm, a bias) as a local tensor for ordinary differentiable code."""
+    return _Use.apply(differentiable(p), dtype)

@@ -1,0 +1,87 @@
+"""Rotary position embedding: how it is scaled in a config.json, and its frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fivefold.errors import UserError
+from fivefold.model.keys import Keys
+
+if TYPE_CHECKING:
+    from fivefold.model.config import ModelConfig
+
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""The kinds of scaling that are implemented, each with its numbers, all of them required."""
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angle in radians that each pair of head elements turns by from one token to the next.
+
+    Returns float64 [head_dim / 2], pair 0 (the fastest) first.
+
+    Sources: theta^(-2i/d) is Su et al. 2021, arXiv:2104.09864, section 3.2.2; linear scaling
+    is position interpolation, Chen et al. 2023, arXiv:2306.15595; llama3 is the scaling published
+    with Llama 3.1 (meta-llama/llama-models, `apply_scaling`).
+    """
+    pairs = np.arange(config.head_dim // 2, dtype=np.float64)
+    frequencies = config.rope_theta ** (-2.0 * pairs / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling["rope_type"] == "linear":
+        return frequencies / scaling["factor"]
+    return _llama3(frequencies, scaling)
+
+
+def _llama3(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
+    """Slow down by `factor` only the pairs that turn too seldom within the original context.
+
+    A pair that turns at least `high_freq_factor` times in it stays as it is, one that turns at
+    most `low_freq_factor` times is divided by `factor`, and between the two it is blended.
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling["factor"])
+
+
+def read_rope(keys: Keys, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+    """`rope_theta` and the scaling (None for none) of a config.json, old style or new.
+
+    Old style is `rope_theta` beside `rope_scaling`; new style is `rope_parameters` with the theta
+    inside. The scaling comes back as {"rope_type": ..., its numbers}.
+    """
+    theta = keys.number("rope_theta", default_theta)
+    old, new = keys.take("rope_scaling"), keys.take("rope_parameters")
+    if old is not None and new is not None and old != new:
+        raise UserError(
+            "rope_scaling and rope_parameters are both given and differ; keep one of them"
+        )
+    inner = keys.inside("rope_parameters" if old is None else "rope_scaling")
+    theta = inner.number("rope_theta", theta)
+    legacy_kind = inner.take("type")
+    kind = inner.take("rope_type") or legacy_kind or "default"
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise UserError(
+            f"rope scaling of type {kind!r} is not implemented; it can be {', '.join(SCALINGS)}"
+        )
+    numbers = {name: inner.number(name) for name in SCALINGS[kind]}
+    inner.refuse_unread()
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise UserError(
+            f"low_freq_factor {numbers['low_freq_factor']:g} of the rope scaling must be below "
+            f"high_freq_factor {numbers['high_freq_factor']:g}"
+        )
+    return theta, {"rope_type": kind, **numbers} if numbers else None

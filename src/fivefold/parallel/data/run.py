@@ -1,0 +1,305 @@
+"""Data parallelism: how gradients are summed, and what ZeRO shards.
+
+Gradients are sums over tokens; nothing is averaged here. The trainer divides once by the tokens
+of the global batch, so uneven numbers of valid tokens are right by construction.
+
+- ZeRO 0: gradients are added up in flat fp32 buffers, a buffer for each layer and kind of weight,
+  and all-reduced once a step while the last micro-batch's backward pass goes on.
+- ZeRO 1-3: PyTorch's FSDP2 over dp_shard x cp. Stage 1 reduce-scatters once a step, stage 2 every
+  micro-batch (so a rank keeps its shard of the gradients only), stage 3 also gathers the weights
+  anew for each pass.
+
+Expert weights are replicated over `edp` only and are summed and sharded over that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fivefold.layout.mesh import Axes
+from fivefold.model.moe import MoE
+from fivefold.model.parameters import local_tensor
+from fivefold.model.transformer import Layer, Stage
+from fivefold.parallel import comm
+from fivefold.parallel.comm import Axis, Pending
+from fivefold.parallel.shards import Shards
+
+
+@dataclass
+class LocalParameter:
+    """What the optimizer works on: this rank's values and gradient of one parameter."""
+
+    name: str
+    parameter: nn.Parameter  # with its global meaning, for checkpoints
+    value: Tensor  # fp32, shares memory with the parameter
+    grad: Tensor  # fp32, same shape
+    replicas: int  # ranks of the world that hold these same values
+
+
+class _GradientBuffer:
+    """Gradients of some parameters that are summed over the same ranks, in one flat tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
+        self.axis = axis
+        self.parameters = parameters
+        values = [local_tensor(p) for p in parameters]
+        self.flat = torch.zeros(sum(v.numel() for v in values), device=values[0].device)
+        self.pending: Pending | None = None
+        parts = self.flat.split([v.numel() for v in values])
+        for p, value, part in zip(parameters, values, parts, strict=True):
+            p.main_grad = part.view_as(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def start(self) -> None:
+        self.pending = comm.start_all_reduce(self.flat, self.axis)
+
+    def wait(self) -> None:
+        assert self.pending is not None
+        self.pending.wait()
+        self.pending = None
+
+    def begin_step(self) -> None:
+        self.flat.zero_()
+        for p in self.parameters:
+            p.compute_copy = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _BackwardDone(torch.autograd.Function):
+    """Identity at a layer's input. Autograd runs what was recorded later first, so when this
+    node's turn comes in the backward pass, the layer's weights have their gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, done) -> Tensor:
+        ctx.done = done
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.done()
+        return grad, None
+
+
+class DataParallel:
+    """Gradient accumulation and reduction of one stage."""
+
+    def __init__(self, stage: Stage, axes: Axes, shards: Shards, dtype: torch.dtype) -> None:
+        self.stage, self.axes, self.shards = stage, axes, shards
+        self.zero = axes.layout.zero
+        self._last_micro_batch = False
+        self._buffers: list[_GradientBuffer] = []
+        self._sharded: list[FSDPModule] = []
+        if self.zero == 0:
+            self._buffer_all()
+        else:
+            self._shard_all(dtype)
+
+    # ZeRO 0
+
+    def _buffer_all(self) -> None:
+        layers = list(self.stage.model.layers.values())
+        for layer in layers:
+            buffers = self._buffer(_dense(layer), self.axes.dp)
+            buffers += self._buffer(_experts(layer), self.axes.edp)
+            if layer is layers[-1] and self.stage.last:
+                # The head comes before the last layer in the backward pass.
+                buffers += self._buffer(_head(self.stage), self.axes.dp)
+            layer.register_forward_pre_hook(self._start_when_backward_done(buffers))
+        if hasattr(self.stage.model, "embed_tokens"):
+            self._buffer([self.stage.model.embed_tokens.weight], self.axes.dp)
+
+    def _buffer(self, parameters: list[nn.Parameter], axis: Axis) -> list[_GradientBuffer]:
+        made = [_GradientBuffer(parameters, axis)] if parameters else []
+        self._buffers += made
+        return made
+
+    def _start_when_backward_done(self, buffers: list[_GradientBuffer]):
+        def start() -> None:
+            if self._last_micro_batch:
+                for buffer in buffers:
+                    buffer.start()
+
+        def hook(module: nn.Module, inputs: tuple):
+            x, *rest = inputs
+            return (_BackwardDone.apply(x, start), *rest) if x.requires_grad else inputs
+
+        return hook
+
+    # ZeRO 1-3
+
+    def _shard_all(self, dtype: torch.dtype) -> None:
+        layers = list(self.stage.model.layers.values())
+        for layer in layers:
+            experts = _experts(layer)
+            if experts and self.axes.edp_shard.size > 1:
+                mesh = self.axes.expert_mesh
+                self._shard(layer.mlp.experts, mesh, self.axes.edp_shard, dtype)
+            else:  # too few replicas to shard over: as under ZeRO 0
+                self._buffer(experts, self.axes.edp)
+            self._shard(layer, self.axes.dense_mesh, self.axes.dp_shard, dtype, experts)
+        self._shard(self.stage, self.axes.dense_mesh, self.axes.dp_shard, dtype)
+        if self.stage.first and not self.stage.last:
+            # An embedding's backward pass does not need its weights.
+            self._sharded[-1].set_unshard_in_backward(False)
+        _prefetch_backward([*layers, self.stage])
+
+    def _shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh | None,
+        axis: Axis,
+        dtype: torch.dtype,
+        ignored: Sequence[nn.Parameter] = (),
+    ) -> None:
+        assert mesh is not None
+        # Without a pipeline the backward pass follows the head at once: keep its weights.
+        reshard = self.zero == 3 and (module is not self.stage or self.axes.layout.pp > 1)
+        fully_shard(
+            module,
+            mesh=mesh["fsdp"],
+            reshard_after_forward=reshard,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            ignored_params=set(ignored),
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(_AllGather(axis))
+        module.set_custom_reduce_scatter(_ReduceScatter(axis))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        self._sharded.append(module)
+
+    # One step
+
+    def begin_step(self) -> None:
+        for buffer in self._buffers:
+            buffer.begin_step()
+        for p in self.stage.parameters():
+            p.grad = None
+
+    def begin_backward(self, last_micro_batch: bool) -> None:
+        """Say, before each micro-batch's backward pass, whether it is the step's last."""
+        self._last_micro_batch = last_micro_batch
+        for module in self._sharded:
+            module.set_requires_gradient_sync(last_micro_batch or self.zero >= 2, recurse=False)
+            module.set_reshard_after_backward(last_micro_batch or self.zero == 3, recurse=False)
+
+    def end_backward(self) -> None:
+        """After the last micro-batch's backward pass, start the sums that nothing started yet."""
+        if self._last_micro_batch:
+            for buffer in self._buffers:
+                if buffer.pending is None:
+                    buffer.start()
+
+    def finish(self) -> list[LocalParameter]:
+        """Complete all sums over ranks; returns parameters with their final gradients."""
+        for buffer in self._buffers:
+            buffer.wait()
+        parameters = list(self._local_parameters())
+        if self.zero > 0:
+            self._sum_replicas(parameters)
+        self._sum_parts(parameters)
+        self._sum_tied(parameters)
+        return parameters
+
+    def _local_parameters(self) -> Iterator[LocalParameter]:
+        stage_size = self.axes.layout.world_size // self.axes.layout.pp
+        for name, p in self.stage.named_parameters():
+            replicas = stage_size // self.shards.pieces(name)
+            main_grad = getattr(p, "main_grad", None)
+            if main_grad is None:
+                axis = self.axes.edp_shard if ".experts." in name else self.axes.dp_shard
+                replicas //= axis.size
+                assert isinstance(p.grad, DTensor), f"no gradient for {name}"
+                main_grad = local_tensor(p.grad)
+            if self._is_tied(name):
+                replicas *= self.axes.tied.size
+            yield LocalParameter(name, p, local_tensor(p), main_grad, replicas)
+
+    def _is_tied(self, name: str) -> bool:
+        return self.stage.tied and name == "model.embed_tokens.weight"
+
+    def _sum_replicas(self, parameters: list[LocalParameter]) -> None:
+        """HSDP: FSDP2 summed inside a replica; sum the shards over the replicas, once a step."""
+        sharded = [x.grad for x in parameters if not hasattr(x.parameter, "main_grad")]
+        _sum_together(sharded, self.axes.dp_replicate)
+
+    def _sum_parts(self, parameters: list[LocalParameter]) -> None:
+        """Weights that are whole on several tp ranks, each of which used them on a part."""
+        for axis in (self.axes.tp, self.axes.kv_copies):
+            named = [x.grad for x in parameters if self.shards.partial.get(x.name) is axis]
+            _sum_together(named, axis.on_behalf_of("sp" if self.axes.layout.sp else "tp"))
+
+    def _sum_tied(self, parameters: list[LocalParameter]) -> None:
+        """A tied embedding lives on the first and on the last stage."""
+        _sum_together([x.grad for x in parameters if self._is_tied(x.name)], self.axes.tied)
+
+
+def _head(stage: Stage) -> list[nn.Parameter]:
+    return [stage.model.norm.weight] + ([] if stage.tied else [stage.lm_head.weight])
+
+
+def _experts(layer: Layer) -> list[nn.Parameter]:
+    return list(layer.mlp.experts.parameters()) if isinstance(layer.mlp, MoE) else []
+
+
+def _dense(layer: Layer) -> list[nn.Parameter]:
+    experts = {id(p) for p in _experts(layer)}
+    return [p for p in layer.parameters() if id(p) not in experts]
+
+
+def _sum_together(grads: list[Tensor], axis: Axis) -> None:
+    """Sum several small gradients over an axis in one message."""
+    if axis.size == 1 or not grads:
+        return
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    comm.all_reduce(flat, axis)
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def _prefetch_backward(modules: list[nn.Module]) -> None:
+    """Tell each unit which one comes next in the backward pass. FSDP2's own guess follows the
+    order of the last forward passes, which under a pipeline is that of other micro-batches."""
+    previous = None
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([previous or module])
+            previous = module
+
+
+class _AllGather:
+    """FSDP2's all-gather of weights, issued and recorded by `comm`."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op=False
+    ):
+        comm.start_all_gather(input_tensor, self.axis, out=output_tensor).wait()
+
+
+class _ReduceScatter:
+    """FSDP2's reduce-scatter of gradients, issued and recorded by `comm`."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
+        async_op=False,
+    ):
+        comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor).wait()
+

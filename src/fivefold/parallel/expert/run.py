@@ -1,0 +1,181 @@
+"""Expert parallelism: how tokens reach the experts that were chosen for them.
+
+Each rank of the ep axis holds num_experts / ep experts. An all-to-all takes every token to the
+ranks of its k experts, another brings the results back. Where the experts themselves are split
+over the tp ranks (etp = tp), a token is sent to one of them only, and gathered among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+
+from fivefold.layout.mesh import Axes
+from fivefold.model.moe import MoE
+from fivefold.model.transformer import Stage
+from fivefold.parallel import comm
+from fivefold.parallel.comm import Axis
+from fivefold.parallel.shards import Shards
+
+
+def apply(stage: Stage, axes: Axes, shards: Shards) -> None:
+    """Spread the experts of a stage (on the meta device) over the ep and etp ranks."""
+    for index, layer in stage.model.layers.items():
+        if not isinstance(layer.mlp, MoE):
+            continue
+        layer.mlp.exchange = ExpertExchange(axes)
+        if axes.ep.size * axes.etp.size > 1:
+            assert axes.expert_mesh is not None
+            _split_experts(shards, axes.expert_mesh, f"model.layers.{index}.mlp.experts")
+
+
+def _split_experts(shards: Shards, mesh: DeviceMesh, name: str) -> None:
+    """Experts over ep; inside an expert the width over etp: by columns, then by rows."""
+    names = tuple(n for n in mesh.mesh_dim_names or () if n != "fsdp")
+    expert_mesh = mesh[names]
+    for projection, width_dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
+        placements: list[Placement] = [Shard(0) if n == "ep" else Shard(width_dim) for n in names]
+        shards.split(f"{name}.{projection}", expert_mesh, *placements)
+
+
+class ExpertExchange:
+    """The exchange of `fivefold.model.moe` over the ranks of a layout."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.ep, self.etp, self.sequence = axes.ep, axes.etp, axes.sequence
+        # Without megatron SP the tp ranks hold the same tokens: each routes a slice of them.
+        self.slices = axes.tp.on_behalf_of("ep") if not axes.layout.sp else None
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        if self.slices is None or self.slices.size == 1:
+            return x
+        return _Slice.apply(x, self.slices)
+
+    def all_tokens(self, y: Tensor) -> Tensor:
+        if self.slices is None or self.slices.size == 1:
+            return y
+        return _Unslice.apply(y.contiguous(), self.slices)
+
+    def sum_over_sequence(self, counts: Tensor) -> Tensor:
+        return comm.all_reduce(counts, self.sequence)
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
+        trip = _Trip(rows.shape[0], counts, self.ep, self.etp)
+        rows = _Leave.apply(rows, trip)
+        if self.etp.size > 1:
+            rows = _GatherRows.apply(rows, self.etp, trip.gathered)
+        if trip.by_expert is not None:
+            rows = rows.index_select(0, trip.by_expert)
+        return rows, trip.local_counts, trip
+
+    def combine(self, rows: Tensor, state: _Trip) -> Tensor:
+        if state.by_expert is not None:
+            rows = rows.index_select(0, state.by_expert.argsort())
+        if self.etp.size > 1:
+            rows = _SumRows.apply(rows, self.etp, state.gathered)
+        return _Return.apply(rows, state)
+
+
+class _Trip:
+    """How many rows go where in one dispatch, and how the arrived ones are put in order."""
+
+    def __init__(self, owned: int, counts: Tensor, ep: Axis, etp: Axis) -> None:
+        self.owned, self.ep = owned, ep
+        arriving = comm.all_to_all(counts, ep).view(1, ep.size, -1)  # [1, from ep rank, expert]
+        self.send = counts.view(ep.size, -1).sum(1).tolist()
+        self.receive = arriving[0].sum(1).tolist()
+        if etp.size > 1:
+            arriving = comm.all_gather(arriving, etp)  # [etp rank, from ep rank, expert]
+        self.gathered = arriving.sum((1, 2)).tolist()
+        self.local_counts = arriving.sum((0, 1)).tolist()
+        # Rows arrive from each rank sorted by expert; with several sources they are sorted anew.
+        self.by_expert = None
+        if ep.size * etp.size > 1:
+            experts = torch.arange(arriving.shape[2], device=counts.device)
+            expert_of_row = experts.repeat(arriving.shape[0] * arriving.shape[1])
+            expert_of_row = expert_of_row.repeat_interleave(arriving.flatten())
+            self.by_expert = expert_of_row.argsort(stable=True)
+
+
+class _Leave(torch.autograd.Function):
+    """Rows travel from the tokens' rank to the experts' ranks."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return comm.all_to_all_rows(rows, trip.ep, trip.send, trip.receive, trip.owned)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        trip = ctx.trip
+        return comm.all_to_all_rows(grad, trip.ep, trip.receive, trip.send, trip.owned), None
+
+
+class _Return(torch.autograd.Function):
+    """Rows travel back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return comm.all_to_all_rows(rows, trip.ep, trip.receive, trip.send, trip.owned)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        trip = ctx.trip
+        return comm.all_to_all_rows(grad, trip.ep, trip.send, trip.receive, trip.owned), None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All rows that arrived at the ranks which share these experts."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+        ctx.axis, ctx.counts = axis, counts
+        return comm.all_gather_rows(rows, axis, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return comm.reduce_scatter_rows(grad, ctx.axis, ctx.counts), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """Sum the ranks' partial results, each rank keeping the rows that arrived at it."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+        ctx.axis, ctx.counts = axis, counts
+        return comm.reduce_scatter_rows(rows, axis, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return comm.all_gather_rows(grad, ctx.axis, ctx.counts), None, None
+
+
+class _Slice(torch.autograd.Function):
+    """This rank's slice of a tensor that all ranks hold; the slices' gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size)[axis.index].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return comm.all_gather(grad.contiguous(), ctx.axis), None
+
+
+class _Unslice(torch.autograd.Function):
+    """Slices put together again on all ranks, which then all have the same gradient."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return comm.all_gather(y, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.chunk(ctx.axis.size)[ctx.axis.index].contiguous(), None

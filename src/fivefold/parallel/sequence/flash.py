@@ -1,0 +1,87 @@
+"""Attention of one block of queries with one block of keys, with the log-sum-exp of its scores.
+
+The log-sum-exp is what lets blocks be merged exactly. These are PyTorch's own flash kernels; the
+public scaled_dot_product_attention does not hand the log-sum-exp out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q [b, heads, s, d], k and v [b, kv_heads, t, d]; `mask` [b, 1, s, t] True where a query may
+    look. Returns the output [b, heads, s, d] and the log-sum-exp [b, heads, s] in fp32, which is
+    minus infinity for a query that may look nowhere."""
+    if q.is_cuda:
+        return _cuda_forward(q, k, v, causal, mask)
+    bias = _as_bias(mask, q.dtype)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias
+    )
+    if mask is not None:  # the kernel reports 0 for a row without keys
+        lse = lse.masked_fill(~mask.any(-1), -torch.inf)
+    return out, lse
+
+
+def block_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block, given the output and log-sum-exp over all blocks."""
+    if q.is_cuda:
+        return _cuda_backward(grad, q, k, v, out, lse, causal, mask)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_as_bias(mask, q.dtype)
+    )
+
+
+def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(~mask, -torch.inf)
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None):
+    """The CUDA flash kernel takes neither masks nor fewer kv heads; the memory-efficient one
+    takes a mask as a bias."""
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    if mask is None:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+        return out, lse
+    bias = _as_bias(mask, q.dtype).expand(-1, q.shape[1], -1, -1)  # pyright: ignore
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False)
+    lse = lse[..., : q.shape[2]].masked_fill(~mask.any(-1), -torch.inf)
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0), lse
+
+
+def _cuda_backward(grad, q, k, v, out, lse, causal, mask):
+    wide_k, wide_v = _repeat_heads(k, q), _repeat_heads(v, q)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    if mask is None:
+        length_q, length_k = q.shape[2], k.shape[2]
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, wide_k, wide_v, out, lse, None, None, length_q, length_k, 0.0, causal,
+            seed, seed,
+        )
+    else:
+        bias = _as_bias(mask, q.dtype).expand(-1, q.shape[1], -1, -1)  # pyright: ignore
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, wide_k, wide_v, bias, out, lse, seed, seed, 0.0,
+            [True, True, True, False], False,
+        )
+    return dq, _sum_heads(dk, k), _sum_heads(dv, v)
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)

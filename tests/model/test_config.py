@@ -1,0 +1,490 @@
+"""A Hugging Face config.json is read in full, or refused with the key that stands in the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import UserError
+from fivefold.model.config import READERS, ModelConfig, load_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
+EXAMPLE_OF_FAMILY = {
+    "llama": "llama-3.1-8b",
+    "mistral": "mistral-nemo-12b",
+    "mixtral": "mixtral-8x7b",
+    "qwen2": "qwen2.5-7b",
+    "qwen2_moe": "qwen1.5-moe-a2.7b",
+    "qwen3": "qwen3-0.6b",
+    "qwen3_moe": "qwen3-30b-a3b",
+}
+SIZES = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+]
+
+
+def values(family: str, **changes: Any) -> dict[str, Any]:
+    """The example of a family with changes; a change to ... takes the key away."""
+    content = json.loads((EXAMPLES / f"{EXAMPLE_OF_FAMILY[family]}.json").read_text())
+    changed = {**content, **changes}
+    return {key: value for key, value in changed.items() if value is not ...}
+
+
+def refusal(family: str, **changes: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(values(family, **changes))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def load(family: str, **changes: Any) -> ModelConfig:
+    return load_config(values(family, **changes))
+
+
+# --- Where it is read from
+
+
+def test_a_file_its_folder_and_its_content_give_the_same_config(tmp_path: Path) -> None:
+    content = values("qwen3_moe")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    from_content = load_config(content)
+    assert load_config(tmp_path) == from_content
+    assert load_config(str(tmp_path / "config.json")) == from_content
+    assert load_config(EXAMPLES / "qwen3-30b-a3b.json") == from_content
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"llama"', "[" * 100_000, "\udcff"])
+def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.*No such file"):
+        load_config(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "", None, 7, ["llama"]])
+def test_an_unknown_model_type_is_refused_with_the_known_ones(model_type: Any) -> None:
+    message = refusal("llama", model_type=model_type)
+    assert repr(model_type) in message
+    assert all(family in message for family in READERS)
+
+
+def test_every_example_is_read() -> None:
+    paths = sorted(EXAMPLES.glob("*.json"))
+    known = [path for path in paths if json.loads(path.read_text())["model_type"] in READERS]
+    assert len(known) >= 14
+    for path in known:
+        assert load_config(path).num_layers > 0
+
+
+# --- What each family means without saying it
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_embeddings_are_not_tied_when_the_key_is_absent(family: str) -> None:
+    assert load(family, tie_word_embeddings=...).tied_embeddings is False
+    assert load(family, tie_word_embeddings=True).tied_embeddings is True
+
+
+@pytest.mark.parametrize(
+    ("family", "theta", "eps"),
+    [
+        ("llama", 1e4, 1e-6),
+        ("mistral", 1e4, 1e-6),
+        ("mixtral", 1e6, 1e-5),
+        ("qwen2", 1e4, 1e-6),
+        ("qwen2_moe", 1e4, 1e-6),
+        ("qwen3", 1e4, 1e-6),
+        ("qwen3_moe", 1e4, 1e-6),
+    ],
+)
+def test_theta_and_epsilon_have_the_defaults_of_their_class(
+    family: str, theta: float, eps: float
+) -> None:
+    config = load(family, rope_theta=..., rope_scaling=..., rms_norm_eps=...)
+    assert (config.rope_theta, config.rms_norm_eps, config.rope_scaling) == (theta, eps, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "qkv_bias", "output_bias", "qk_norm"),
+    [
+        ("llama", False, False, False),
+        ("mistral", False, False, False),
+        ("mixtral", False, False, False),
+        ("qwen2", True, False, False),
+        ("qwen2_moe", True, False, False),
+        ("qwen3", False, False, True),
+        ("qwen3_moe", False, False, True),
+    ],
+)
+def test_biases_and_query_key_norms_follow_the_family(
+    family: str, qkv_bias: bool, output_bias: bool, qk_norm: bool
+) -> None:
+    config = load(family, attention_bias=..., mlp_bias=...)
+    assert (config.qkv_bias, config.output_bias) == (qkv_bias, output_bias)
+    assert (config.mlp_bias, config.qk_norm) == (False, qk_norm)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_attention_bias_is_of_all_four_projections_where_the_family_has_the_key(
+    family: str,
+) -> None:
+    config = load(family, attention_bias=True)
+    assert config.qkv_bias and config.output_bias
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2", "qwen2_moe"])
+def test_attention_bias_is_refused_where_the_family_has_no_such_key(family: str) -> None:
+    assert load(family, attention_bias=False) == load(family)
+    assert "attention_bias = true" in refusal(family, attention_bias=True)
+
+
+def test_mlp_bias_is_a_key_of_llama_alone() -> None:
+    assert load("llama", mlp_bias=True).mlp_bias
+    assert "mlp_bias = true" in refusal("qwen3", mlp_bias=True)
+
+
+def test_qkv_bias_is_a_key_of_qwen2_moe_alone() -> None:
+    assert not load("qwen2_moe", qkv_bias=False).qkv_bias
+    assert "qkv_bias" in refusal("qwen2", qkv_bias=False)
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_an_explicit_head_dim_wins_over_hidden_size_by_heads(family: str) -> None:
+    assert load(family, head_dim=96).head_dim == 96
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_head_dim_is_hidden_size_by_heads_but_128_in_qwen3(family: str) -> None:
+    content = values(family, head_dim=...)
+    by_rule = content["hidden_size"] // content["num_attention_heads"]
+    assert load_config(content).head_dim == (128 if family == "qwen3" else by_rule)
+    content["head_dim"] = None
+    assert load_config(content).head_dim == (128 if family == "qwen3" else by_rule)
+
+
+def test_heads_that_do_not_divide_hidden_size_need_a_head_dim() -> None:
+    message = refusal("llama", hidden_size=4100)
+    assert "4100" in message and "32" in message and "head_dim" in message
+    assert load("llama", hidden_size=4100, head_dim=128).head_dim == 128
+
+
+def test_llama_without_key_value_heads_has_one_a_query_head() -> None:
+    assert load("llama", num_key_value_heads=...).num_kv_heads == 32
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_null_key_value_heads_are_one_a_query_head(family: str) -> None:
+    config = load(family, num_key_value_heads=None)
+    assert config.num_kv_heads == config.num_heads
+
+
+@pytest.mark.parametrize("family", sorted(set(READERS) - {"llama"}))
+def test_key_value_heads_are_not_guessed_where_the_class_default_is_one_models_size(
+    family: str,
+) -> None:
+    assert "num_key_value_heads" in refusal(family, num_key_value_heads=...)
+
+
+# --- Mixtures of experts
+
+
+def test_mixtral_has_its_experts_in_every_layer_and_always_renormalises() -> None:
+    moe = load("mixtral").moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_intermediate_size) == (8, 2, 14336)
+    assert (moe.shared_intermediate_size, moe.shared_gate) == (0, False)
+    assert moe.norm_topk_prob and all(moe.layers) and len(moe.layers) == 32
+    assert "norm_topk_prob" in refusal("mixtral", norm_topk_prob=False)
+
+
+def test_qwen2_moe_has_a_shared_expert_with_a_sigmoid_gate() -> None:
+    moe = load("qwen2_moe").moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_intermediate_size) == (60, 4, 1408)
+    assert (moe.shared_intermediate_size, moe.shared_gate) == (5632, True)
+    assert not moe.norm_topk_prob
+
+
+def test_qwen3_moe_has_no_shared_expert() -> None:
+    moe = load("qwen3_moe").moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_intermediate_size) == (128, 8, 768)
+    assert (moe.shared_intermediate_size, moe.shared_gate) == (0, False)
+    assert moe.norm_topk_prob
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_qwen_mixtures_do_not_renormalise_when_the_key_is_absent(family: str) -> None:
+    moe = load(family, norm_topk_prob=...).moe
+    assert moe is not None and not moe.norm_topk_prob
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_sparse_step_and_dense_layers_say_where_the_mixtures_are(family: str) -> None:
+    config = load(family, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [config.is_moe(layer) for layer in range(6)] == [0, 1, 0, 0, 0, 1]
+    every = load(family, decoder_sparse_step=..., mlp_only_layers=...)
+    assert all(every.is_moe(layer) for layer in range(every.num_layers))
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_mixture() -> None:
+    config = load("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1])
+    assert config.moe is None and not config.is_moe(1)
+
+
+def test_dense_layers_outside_the_model_are_refused() -> None:
+    assert "mlp_only_layers" in refusal("qwen3_moe", mlp_only_layers=[48])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_number_of_experts_is_read_under_both_of_its_names(family: str) -> None:
+    absent = {"num_local_experts": ..., "num_experts": ...}
+    for name in absent:
+        moe = load(family, **{**absent, name: 16}).moe
+        assert moe is not None and moe.num_experts == 16
+    assert load(family, num_local_experts=16, num_experts=16).moe is not None
+    assert "differ" in refusal(family, num_local_experts=16, num_experts=17)
+
+
+def test_more_experts_a_token_than_experts_are_refused() -> None:
+    message = refusal("mixtral", num_experts_per_tok=9)
+    assert "9" in message and "8" in message
+    assert load("mixtral", num_experts_per_tok=8).moe is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("mixtral", {}, 0.02 * 2 / 32),
+        ("mixtral", {"router_aux_loss_coef": ...}, 0.001 * 2 / 32),
+        ("mixtral", {"router_aux_loss_coef": 0}, 0.0),
+        ("qwen2_moe", {}, 0.001 * 4 / 24),
+        ("qwen3_moe", {"num_hidden_layers": 6, "decoder_sparse_step": 2}, 0.001 * 8 / 3),
+    ],
+)
+def test_the_balance_coefficient_is_converted_from_hugging_faces_convention(
+    family: str, changes: dict[str, Any], expected: float
+) -> None:
+    moe = load(family, **changes).moe
+    assert moe is not None and moe.aux_loss_coef == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_the_converted_coefficient_gives_the_loss_hugging_face_would_add(uniform: bool) -> None:
+    """Layers that route alike. Uniform routing, 8 experts, top-2: 1.0 here, 2.0 there."""
+    moe = load("mixtral", router_aux_loss_coef=0.02, num_hidden_layers=4).moe
+    assert moe is not None
+    tokens, experts, top_k, num_layers = 64, 8, 2, 4
+    logits = np.random.default_rng(0).normal(size=(tokens, experts))
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    chosen = np.argsort(-probabilities, axis=1)[:, :top_k]
+    if uniform:
+        probabilities = np.full((tokens, experts), 1 / experts)
+        chosen = np.arange(tokens * top_k).reshape(tokens, top_k) % experts
+    assignments = np.bincount(chosen.ravel(), minlength=experts)
+    mean_probability = probabilities.mean(axis=0)
+
+    one_layer = experts * (assignments / (tokens * top_k)) @ mean_probability
+    ours = moe.aux_loss_coef * num_layers * one_layer
+    hugging_face_loss = experts * (assignments / tokens) @ mean_probability
+    assert ours == pytest.approx(0.02 * hugging_face_loss, rel=1e-12)
+    if uniform:
+        assert (one_layer, hugging_face_loss) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+# --- Sizes are never guessed, and have to be sizes
+
+
+@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("key", SIZES)
+def test_a_missing_size_is_refused_by_name(family: str, key: str) -> None:
+    assert key in refusal(family, **{key: ...})
+    assert key in refusal(family, **{key: None})
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("mixtral", "num_experts_per_tok"),
+        ("qwen2_moe", "num_experts"),
+        ("qwen2_moe", "num_experts_per_tok"),
+        ("qwen2_moe", "moe_intermediate_size"),
+        ("qwen2_moe", "shared_expert_intermediate_size"),
+        ("qwen3_moe", "num_experts"),
+        ("qwen3_moe", "num_experts_per_tok"),
+        ("qwen3_moe", "moe_intermediate_size"),
+    ],
+)
+def test_a_missing_size_of_a_mixture_is_refused_by_name(family: str, key: str) -> None:
+    assert key in refusal(family, **{key: ...})
+
+
+@pytest.mark.parametrize("value", ["4096", -1, 0, 4096.0, True, [4096]])
+@pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
+def test_a_size_that_is_no_positive_integer_is_refused_with_its_value(key: str, value: Any) -> None:
+    message = refusal("llama", **{key: value})
+    assert key in message and json.dumps(value) in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tie_word_embeddings", "no"),
+        ("tie_word_embeddings", 1),
+        ("attention_bias", "false"),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", -1.0),
+        ("rope_theta", float("inf")),
+        ("rope_theta", True),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_key(key: str, value: Any) -> None:
+    message = refusal("llama", **{key: value})
+    assert key in message and json.dumps(value) in message
+
+
+@pytest.mark.parametrize("value", [-0.1, "0.001", True])
+def test_a_balance_coefficient_has_to_be_at_least_zero(value: Any) -> None:
+    assert "router_aux_loss_coef" in refusal("mixtral", router_aux_loss_coef=value)
+
+
+@pytest.mark.parametrize("value", ["0", [0.5], [-1], [True], {"0": 1}])
+def test_dense_layers_have_to_be_a_list_of_layers(value: Any) -> None:
+    assert "mlp_only_layers" in refusal("qwen3_moe", mlp_only_layers=value)
+
+
+def test_query_heads_that_key_value_heads_do_not_divide_are_refused_with_the_nearest() -> None:
+    message = refusal("llama", num_key_value_heads=7)
+    assert "32" in message and "7" in message and "8 key/value heads" in message
+
+
+def test_an_odd_head_dim_is_refused() -> None:
+    assert "head_dim 127" in refusal("qwen3", head_dim=127)
+
+
+def test_a_config_made_by_hand_is_held_to_the_same_rules() -> None:
+    config = load("qwen3_moe")
+    with pytest.raises(UserError, match="num_attention_heads 32"):
+        replace(config, num_kv_heads=3)
+    with pytest.raises(UserError, match="48 layers"):
+        replace(config, num_layers=47)
+
+
+def test_a_config_can_be_the_key_of_a_cache() -> None:
+    assert hash(load("llama")) == hash(load("llama"))
+    assert load("llama") != load("llama", rope_scaling=None)
+
+
+# --- Keys that would change the mathematics
+
+
+@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("hidden_dropout", 0.1),
+        ("partial_rotary_factor", 0.5),
+        ("add_cross_attention", True),
+        ("quantization_config", {"bits": 4}),
+        ("logit_scale", 0.0625),
+        ("num_nextn_predict_layers", 1),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(family: str, key: str, value: Any) -> None:
+    assert key in refusal(family, **{key: value})
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_what_changes_nothing_is_ignored(family: str) -> None:
+    harmless = {
+        "architectures": ["SomeForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "use_cache": True,
+        "initializer_range": 0.02,
+        "transformers_version": "4.40.0",
+        "hidden_act": "swish",
+        "attention_dropout": 0.0,
+        "quantization_config": None,
+        "layer_types": ["full_attention"] * load(family).num_layers,
+    }
+    assert load(family, **harmless) == load(family)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_a_window_shorter_than_the_longest_sequence_is_refused(family: str) -> None:
+    message = refusal(family, sliding_window=4096, max_position_embeddings=32768)
+    assert "sliding_window 4096" in message and "32768" in message
+    assert load(family, sliding_window=4096, max_position_embeddings=4096).num_layers
+    assert load(family, sliding_window=None).num_layers
+
+
+def test_mistral_without_the_key_has_the_window_of_its_class() -> None:
+    assert "sliding_window 4096" in refusal("mistral", sliding_window=...)
+    assert load("mixtral", sliding_window=...) == load("mixtral")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_a_qwen_window_counts_only_when_it_is_used(family: str) -> None:
+    assert load(family, sliding_window=128, use_sliding_window=False) == load(family)
+    assert load(family, sliding_window=128, use_sliding_window=...) == load(family)
+    assert load(family, sliding_window=None, use_sliding_window=True) == load(family)
+    assert "sliding_window 128" in refusal(family, sliding_window=128, use_sliding_window=True)
+    assert "sliding_window 4096" in refusal(family, sliding_window=..., use_sliding_window=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "positions"), [("mistral", 131072), ("mixtral", 131072), ("qwen3", 32768)]
+)
+def test_without_a_longest_sequence_the_window_is_held_against_the_classs(
+    family: str, positions: int
+) -> None:
+    absent = {"max_position_embeddings": ..., "use_sliding_window": family == "qwen3"}
+    assert load(family, sliding_window=positions, **absent) == load(family)
+    assert str(positions) in refusal(family, sliding_window=positions - 1, **absent)
+
+
+# --- Whatever stands in the file
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_value_of_any_key_is_read_or_refused_in_one_sentence(data: st.DataObject) -> None:
+    content = values(data.draw(st.sampled_from(sorted(READERS))))
+    key = data.draw(st.sampled_from(sorted(content)) | st.text(max_size=8))
+    # A number of layers in the millions would be read, but not in the time of a test.
+    content[key] = data.draw(JSON.filter(lambda value: not (type(value) is int and value > 999)))
+    try:
+        load_config(content)
+    except UserError as error:
+        assert "\n" not in str(error)

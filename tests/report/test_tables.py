@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from fivefold.layout.notation import parse
+from fivefold.ledger import Ledger, Transfer
+from fivefold.report.tables import (
+    check_report_table,
+    format_bytes,
+    format_count,
+    layout_table,
+    ledger_rows,
+    ledger_table,
+)
+
+
+def printed(table) -> str:
+    console = Console(width=100, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def line_with(text: str, *words: str) -> str:
+    lines = [line for line in text.splitlines() if all(word in line for word in words)]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 KB"),
+        (1024, "1.02 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1.00 MB"),
+        (9_994_999, "9.99 MB"),
+        (9_995_000, "10.0 MB"),
+        (1_500_000_000, "1.50 GB"),
+        (2**40, "1.10 TB"),
+        (12.5, "12.5 B"),
+        (5e18, "5000 PB"),
+    ],
+)
+def test_bytes_have_three_digits_and_powers_of_1000(count, text):
+    assert format_bytes(count) == text
+
+
+def test_counts_use_billions_and_trillions():
+    assert [format_count(n) for n in (7, 15_360, 6_738_415_616, 1.04e12)] == [
+        "7",
+        "15.4K",
+        "6.74B",
+        "1.04T",
+    ]
+
+
+def gradients(calls: int, size: int = 4_000_000) -> Transfer:
+    return Transfer("dp", "backward", "all_reduce", 2, size, calls)
+
+
+def test_equal_ledgers_agree_in_every_row():
+    rows = ledger_rows(Ledger([gradients(3)]), Ledger([gradients(3)]))
+    assert rows == [
+        {
+            "split": "dp",
+            "phase": "backward",
+            "op": "all_reduce",
+            "group_size": 2,
+            "payload_bytes": 4_000_000,
+            "predicted_calls": 3,
+            "predicted_bytes": 12_000_000,
+            "measured_calls": 3,
+            "measured_bytes": 12_000_000,
+            "agrees": True,
+        }
+    ]
+
+
+def test_a_row_that_only_one_ledger_has_stands_with_zero_and_does_not_agree():
+    rows = ledger_rows(Ledger([gradients(1)]), Ledger([gradients(1, size=8)]))
+    assert [(r["payload_bytes"], r["predicted_calls"], r["measured_calls"]) for r in rows] == [
+        (4_000_000, 1, 0),
+        (8, 0, 1),
+    ]
+    assert not any(row["agrees"] for row in rows)
+
+
+def test_a_routed_row_with_the_same_calls_and_other_bytes_does_not_agree():
+    plan = Transfer("ep", "forward", "all_to_all", 4, 100.0, 2, routed=True)
+    run = Transfer("ep", "forward", "all_to_all", 4, 101.5, 2, routed=True)
+    (row,) = ledger_rows(Ledger([plan]), Ledger([run]))
+    assert (row["predicted_bytes"], row["measured_bytes"], row["agrees"]) == (200, 203, False)
+
+
+def test_the_ledger_table_shows_predicted_beside_measured_and_their_totals():
+    send = Transfer("pp", "forward", "send", 2, 1000, 4)
+    rows = ledger_rows(Ledger([gradients(3), send]), Ledger([gradients(2), send]))
+    text = printed(ledger_table(rows))
+    different = "dp backward all_reduce 2 4.00 MB 3 != 2 12,000,000 != 8,000,000"
+    assert " ".join(line_with(text, "all_reduce").split()) == different
+    equal = "pp forward send 2 1.00 KB 4 = 4 4.00 KB = 4.00 KB"
+    assert " ".join(line_with(text, "send").split()) == equal
+    assert " ".join(line_with(text, "total").split()) == "total 12,004,000 != 8,004,000"
+
+
+def test_a_difference_of_one_byte_is_visible():
+    rows = ledger_rows(Ledger([gradients(1)]), Ledger([gradients(1, size=4_000_001)]))
+    assert "4,000,000 != 4,000,001" in line_with(printed(ledger_table(rows)), "total")
+
+
+def test_the_check_table_holds_each_difference_against_its_limit():
+    report = {
+        "layout": "tp2",
+        "limits": {"loss_rel_diff": 1e-5, "grad_norm_rel_diff": 1e-5},
+        "loss_rel_diff": 2e-7,
+        "grad_norm_rel_diff": 3e-4,
+        "max_grad_abs_diff": 0.0,
+        "max_weight_abs_diff": 1e-5,
+    }
+    text = printed(check_report_table(report))
+    assert line_with(text, "loss").split()[-3:] == ["2.0e-07", "1e-05", "yes"]
+    assert line_with(text, "norm").split()[-1] == "NO"
+    assert line_with(text, "gradient of").split()[-1] == "0.0e+00"
+
+
+def test_the_layout_table_has_a_row_for_each_axis_with_its_groups_of_ranks():
+    text = printed(layout_table(parse("tp2 pp2 dp2 ep2")))
+    assert "0 1, 2 3, 4 5, 6 7" in line_with(text, "tp", " 2 ")
+    assert "0 4, 1 5, 2 6, 3 7" in line_with(text, "pp", " 2 ")
+    assert "0 2, 1 3, 4 6, 5 7" in line_with(text, "edp", " 2 ")
+    assert "ring" not in text and "etp" not in text
+
+
+def test_long_groups_are_cut_and_a_row_stays_a_line():
+    text = printed(layout_table(parse("tp8 dp64")))
+    assert "0 1 2 .. 7, 8 9 10 .. 15, .. 64 groups" in line_with(text, "tp")
+
+
+def test_a_layout_too_large_to_list_its_ranks_is_shown_without_them():
+    text = printed(layout_table(parse("tp1000 dp1000000")))
+    assert "1000" in line_with(text, "tp") and "0 1" not in text

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fivefold import __version__
+from fivefold.cli import main
+from fivefold.errors import UserError
+from fivefold.train.launch import WorkerFailure
+from fivefold.train.runfile import Run
+
+RUN = """
+model: config.json
+data: {sequence_length: 64}
+global_batch: 4
+steps: 10
+optimizer: {lr: 1e-3}
+out: runs
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Stands in for training and checking, which other tests run: what the command line calls."""
+
+    def replace(name, function):
+        module = ModuleType(f"fivefold.train.{name}")
+        setattr(module, name.replace("loop", "train"), function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return replace
+
+
+def sentence(capsys, code: int, expected_code: int = 2) -> str:
+    """The one line on stderr that a refusal is."""
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (expected_code, "")
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_help_and_version_need_no_command(capsys):
+    assert main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fivefold {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "check", "layout"])
+def test_every_command_has_help_with_examples(capsys, command):
+    assert main([command, "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "Examples:" in help_text and f"\n    fivefold {command} " in help_text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], ["torch", "numpy", "pydantic", "rich", "yaml"]),
+        (["train", "--help"], ["torch", "numpy", "yaml"]),
+    ],
+)
+def test_help_imports_only_what_it_shows(arguments, heavy):
+    code = (
+        "import sys; from fivefold.cli import main; main(sys.argv[1:]);"
+        f"sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_layout_command_imports_no_torch():
+    code = (
+        "import sys; from fivefold.cli import main; main(['layout', 'tp2 pp2']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_python_m_fivefold_is_the_command_line():
+    command = [sys.executable, "-m", "fivefold", "layout", "tp3 tp3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m fivefold layout 'tp2 dp512' --json"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 1"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["train"],
+        ["plant"],
+        ["train", "a.yaml", "b.yaml"],
+        ["train", "a.yaml", "--stepz", "3"],
+        ["check", "a.yaml", "--steps", "0"],
+        ["check", "a.yaml", "--steps", "two"],
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_no_traceback(capsys, arguments):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err and "Usage: fivefold" in printed.out + printed.err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        (RUN + "stepz: 3\n", [], "unknown key stepz; did you mean steps?"),
+        (RUN + "steps: [1\n", [], "not valid YAML, line 9"),
+        (RUN.replace("10", "ten"), [], 'steps must be a whole number, and is "ten"'),
+        (RUN, ["--set", "steps"], "--set steps: write it as key=value"),
+        (RUN, ["--set", "optimizer.lr=x"], 'optimizer.lr must be a number, and is "x"'),
+        (None, [], "there is no such run file"),
+    ],
+)
+def test_a_bad_run_file_is_one_sentence_and_nothing_is_written(
+    capsys, tmp_path, command, text, arguments, expected
+):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    before = sorted(tmp_path.iterdir())
+    assert expected in sentence(capsys, main([command, str(path), *arguments]))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_train_passes_its_options_on_and_the_flags_win(run_file, engine, tmp_path):
+    runs: list[Run] = []
+    engine("loop", runs.append)
+    options = ["--layout", "tp2", "--steps", "7", "--out", str(tmp_path / "o"), "--resume"]
+    sets = ["--set", "seed=3", "--set", "checkpoint={every: 2, resume: false}"]
+    assert main(["train", run_file, *options, *sets]) == 0
+    (run,) = runs
+    assert (run.layout, run.steps, run.out, run.seed) == ("tp2", 7, str(tmp_path / "o"), 3)
+    assert (run.checkpoint.every, run.checkpoint.resume) == (2, True)
+
+
+def report(**changes) -> dict:
+    row = {"split": "dp", "phase": "backward", "op": "all_reduce", "group_size": 2}
+    row |= {"payload_bytes": 8, "predicted_calls": 1, "measured_calls": 1}
+    row |= {"predicted_bytes": 8, "measured_bytes": 8, "agrees": True}
+    differences = (
+        "loss_rel_diff",
+        "grad_norm_rel_diff",
+        "max_grad_abs_diff",
+        "max_weight_abs_diff",
+    )
+    return {
+        "ok": True,
+        "layout": "dp2",
+        "ledger": [row],
+        **dict.fromkeys(differences, 0.0),
+        **changes,
+    }
+
+
+def test_check_prints_json_and_exits_with_0_when_all_agree(capsys, run_file, engine):
+    engine("check", lambda run, steps: SimpleNamespace(as_dict=lambda: report(steps=steps)))
+    assert main(["check", run_file, "--json", "--steps", "3"]) == 0
+    assert json.loads(capsys.readouterr().out) == report(steps=3)
+
+
+def test_check_prints_tables_and_exits_with_1_when_something_differs(capsys, run_file, engine):
+    engine("check", lambda run, steps: SimpleNamespace(as_dict=lambda: report(ok=False)))
+    assert main(["check", run_file]) == 1
+    printed = capsys.readouterr().out
+    assert "dp2 against one process" in printed and "all_reduce" in printed
+
+
+def test_a_user_error_from_training_is_one_sentence(capsys, run_file, engine):
+    def refuse(run):
+        raise UserError("tp 3 does not divide 8 heads")
+
+    engine("loop", refuse)
+    assert sentence(capsys, main(["train", run_file])) == "error: tp 3 does not divide 8 heads"
+
+
+def test_a_failed_worker_is_one_sentence_and_its_traceback_comes_on_demand(
+    capsys, run_file, engine, monkeypatch
+):
+    def fail(run):
+        raise WorkerFailure("rank 1 (tp1) failed", rank=1, traceback="Traceback x")
+
+    engine("loop", fail)
+    monkeypatch.delenv("FIVEFOLD_TRACEBACK", raising=False)
+    assert sentence(capsys, main(["train", run_file]), 1) == "error: rank 1 (tp1) failed"
+    monkeypatch.setenv("FIVEFOLD_TRACEBACK", "1")
+    assert main(["train", run_file]) == 1
+    assert capsys.readouterr().err == "Traceback x\nerror: rank 1 (tp1) failed\n"
+
+
+def test_without_torch_training_says_how_to_install_it(capsys, run_file, engine, monkeypatch):
+    def import_torch(run):
+        import torch  # noqa: F401
+
+    engine("loop", import_torch)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    line = sentence(capsys, main(["train", run_file]))
+    assert line == "error: training needs torch: pip install 'fivefold[train]'"
+
+
+def test_an_interrupted_run_exits_with_130(capsys, run_file, engine):
+    def interrupt(run):
+        raise KeyboardInterrupt
+
+    engine("loop", interrupt)
+    assert main(["train", run_file]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_of_our_own_is_not_hidden(run_file, engine):
+    engine("loop", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", run_file])
+
+
+def test_layout_says_what_a_line_means(capsys):
+    assert main(["layout", "dp2 pp2 tp2 mb2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tp2 pp2 dp2 mb2"
+    assert lines[1] == "8 devices = pp 2 x tp 2 x dp 2"
+    assert lines[2] == "a step: dp 2 x mb 2 x ga 1 = 4 sequences"
+
+
+def test_layout_prints_degrees_and_groups_as_json(capsys):
+    assert main(["layout", "tp2 sp ring2", "--gpus", "8", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["layout"], printed["world_size"]) == ("tp2 sp dp2 ring2", 8)
+    assert printed["degrees"]["dp"] == printed["degrees"]["cp"] == 2
+    assert printed["groups"]["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert printed["groups"]["ring"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("text", ["tp2 sp pp2 dp2 --gpus 9", "sp", "tp0", "tpp2", "dp2 ep4"])
+def test_an_impossible_layout_is_refused(capsys, text):
+    line, _, gpus = text.partition(" --gpus ")
+    sentence(capsys, main(["layout", line, *(["--gpus", gpus] if gpus else [])]))
