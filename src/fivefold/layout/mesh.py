@@ -7,6 +7,7 @@ DTensors their global meaning.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,34 +131,39 @@ def make_axes(layout: Layout, rank: int, recorder: Recorder, kv_heads: int) -> A
 
 
 class _GroupMaker:
-    """Makes each process group once, in the same order on all of its ranks."""
+    """Makes each process group once. All ranks make all groups in the same order, members or not,
+    as torch.distributed asks (its groups made by members alone collide in the store when two of
+    them have the same ranks)."""
 
     def __init__(self, rank: int, recorder: Recorder) -> None:
         self._rank = rank
         self._recorder = recorder
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def axis(self, name: str, split: str, rows: np.ndarray) -> Axis:
         """The axis whose groups are the rows; a rank that is in none has it to itself."""
-        own = rows[(rows == self._rank).any(axis=1)]
-        ranks = tuple(own[0].tolist()) if len(own) else (self._rank,)
-        group = self._group(ranks) if len(ranks) > 1 else None
-        return Axis(name, split, ranks, ranks.index(self._rank), group, self._recorder)
+        own = (self._rank,)
+        for ranks in map(tuple, rows.tolist()):
+            if self._rank in ranks:
+                own = ranks
+            if len(ranks) > 1 and ranks not in self._made:
+                self._made[ranks] = self._new_group(ranks)
+        group = self._made[own] if len(own) > 1 else None
+        return Axis(name, split, own, own.index(self._rank), group, self._recorder)
 
-    def channel(self, name: str, source: int, target: int) -> Axis:
-        group = new_group((source, target))
+    def channel(self, name: str, source: int, target: int) -> Axis | None:
+        """A one-way link with a group of its own; None for ranks at neither end."""
+        group = self._new_group((source, target))
+        if self._rank not in (source, target):
+            return None
         index = 0 if self._rank == source else 1
         return Axis(name, "pp", (source, target), index, group, self._recorder)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks not in self._made:
-            self._made[ranks] = new_group(ranks)
-        return self._made[ranks]
-
-
-def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group that its members alone take part in making."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        # A dry run has no peers to keep in step with.
+        if self._recorder.dry and self._rank not in ranks:
+            return None
+        return dist.new_group(list(ranks))
 
 
 def _first_and_last(layout: Layout) -> np.ndarray:
@@ -171,15 +177,16 @@ def _make_channels(layout: Layout, make: _GroupMaker) -> Channels:
     if layout.pp == 1:
         return Channels(None, None, None, None)
     made: dict[str, Axis] = {}
-    pipeline = next(row for row in groups(layout, "pp").tolist() if make._rank in row)
-    links = list(zip(pipeline, pipeline[1:], strict=False))
-    if layout.vpp > 1:
-        links.append((pipeline[-1], pipeline[0]))
-    for earlier, later in links:
-        if make._rank in (earlier, later):
+    for pipeline in groups(layout, "pp").tolist():
+        links = list(itertools.pairwise(pipeline))
+        if layout.vpp > 1:
+            links.append((pipeline[-1], pipeline[0]))
+        for earlier, later in links:
             forward = make.channel("pp forward", earlier, later)
             backward = make.channel("pp backward", later, earlier)
-            first = make._rank == earlier
+            if forward is None or backward is None:
+                continue
+            first = forward.index == 0
             made["forward_out" if first else "forward_in"] = forward
             made["backward_in" if first else "backward_out"] = backward
     names = ("forward_out", "forward_in", "backward_out", "backward_in")

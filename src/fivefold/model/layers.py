@@ -185,5 +185,3 @@ class Embedding(nn.Module):
         """ids [sequence, batch] -> hidden states [sequence, batch, hidden]."""
         p = differentiable(self.weight)
         return self.leave(_Lookup.apply(ids, p, self.first_id, self.dtype))
-
-

@@ -75,9 +75,7 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        dx = sum(
-            _grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True)
-        )
+        dx = sum(_grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
         returned = [
             _grouped_weight_gradient(p, g, x, w, ctx.counts)
             for p, g, w in zip(ctx.parameters, grads, weights, strict=True)

@@ -76,7 +76,12 @@ class Body(nn.Module):
     """The part of the model whose parameter names begin with `model.`"""
 
     def __init__(
-        self, config: ModelConfig, layers: range, has_table: bool, last: bool, recompute: str,
+        self,
+        config: ModelConfig,
+        layers: range,
+        has_table: bool,
+        last: bool,
+        recompute: str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()

@@ -38,9 +38,7 @@ class Recorder:
     def record(self, axis: Axis, op: str, payload_bytes: int, routed: bool = False) -> None:
         if self.on_call:
             self.on_call(f"{op} of {payload_bytes:,} bytes over {axis.name} ({self.phase})")
-        self.ledger.add(
-            Transfer(axis.split, self.phase, op, axis.size, payload_bytes, 1, routed)
-        )
+        self.ledger.add(Transfer(axis.split, self.phase, op, axis.size, payload_bytes, 1, routed))
 
 
 @dataclass(frozen=True)

@@ -298,8 +298,11 @@ class _ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op,
         async_op=False,
     ):
         comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor).wait()
-

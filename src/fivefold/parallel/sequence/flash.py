@@ -30,7 +30,13 @@ def block_attention(
 
 
 def block_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block, given the output and log-sum-exp over all blocks."""
@@ -67,14 +73,36 @@ def _cuda_backward(grad, q, k, v, out, lse, causal, mask):
     if mask is None:
         length_q, length_k = q.shape[2], k.shape[2]
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, wide_k, wide_v, out, lse, None, None, length_q, length_k, 0.0, causal,
-            seed, seed,
+            grad,
+            q,
+            wide_k,
+            wide_v,
+            out,
+            lse,
+            None,
+            None,
+            length_q,
+            length_k,
+            0.0,
+            causal,
+            seed,
+            seed,
         )
     else:
         bias = _as_bias(mask, q.dtype).expand(-1, q.shape[1], -1, -1)  # pyright: ignore
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, wide_k, wide_v, bias, out, lse, seed, seed, 0.0,
-            [True, True, True, False], False,
+            grad,
+            q,
+            wide_k,
+            wide_v,
+            bias,
+            out,
+            lse,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            False,
         )
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 

@@ -198,9 +198,7 @@ class _Block:
         k, v = self.keys(kv)
         operands = [self.queries(x) for x in (grad, q)]
         results = [self.queries(x) for x in (out, lse)]
-        dq, dk, dv = block_attention_backward(
-            *operands, k, v, *results, self.causal, self.mask
-        )
+        dq, dk, dv = block_attention_backward(*operands, k, v, *results, self.causal, self.mask)
         dkv = torch.zeros_like(kv, dtype=torch.float32)
         self.keys(dkv).copy_(torch.stack([dk, dv]))
         return dq, dkv
@@ -255,4 +253,3 @@ def document_masks(documents: Tensor, layout: Layout, ring_rank: int) -> list[Te
 def _document_mask(documents: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     same = documents[:, queries].unsqueeze(2) == documents[:, keys].unsqueeze(1)
     return (same & (queries.unsqueeze(1) >= keys)).unsqueeze(1)
-
