@@ -140,10 +140,17 @@ def check(
     else:
         from rich.console import Console
 
-        from fivefold.report.tables import check_report_table, ledger_table
+        from fivefold.report.tables import (
+            check_report_notes,
+            check_report_table,
+            ledger_tables,
+        )
 
-        console = Console()
-        console.print(check_report_table(report), "", ledger_table(report["ledger"]))
+        console = Console(highlight=False)
+        console.print(check_report_table(report), "")
+        for table in ledger_tables(report["ledger"]):
+            console.print(table, "")
+        console.print(*check_report_notes(report), sep="\n")
     raise typer.Exit(0 if report["ok"] else 1)
 
 

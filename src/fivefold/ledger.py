@@ -111,6 +111,9 @@ class Ledger:
         merged = Ledger()
         for ledger in ledgers:
             for key, calls in ledger._calls.items():
-                merged._calls[key] += calls / len(ledgers)
-                merged._bytes[key] += ledger._bytes[key] / len(ledgers)
+                merged._calls[key] += calls
+                merged._bytes[key] += ledger._bytes[key]
+        for key in merged._calls:  # divided once, so that a mean of whole numbers is exact
+            merged._calls[key] /= len(ledgers)
+            merged._bytes[key] /= len(ledgers)
         return merged

@@ -77,10 +77,23 @@ def test_a_parent_that_has_computed_with_threads_can_still_launch() -> None:
     assert products == [parent.sum().item()] * 2
 
 
-def test_a_worker_computes_with_one_thread_and_reads_no_terminal() -> None:
-    assert launch(lambda: (torch.get_num_threads(), os.read(0, 1), sys.stdin.read()), 1) == [
-        (1, b"", "")
-    ]
+def test_a_worker_computes_with_one_thread() -> None:
+    torch.set_num_threads(2)
+    assert launch(torch.get_num_threads, 1) == [1]
+
+
+def test_a_worker_does_not_eat_what_is_typed() -> None:
+    terminal, keyboard = os.pipe()
+    os.write(keyboard, b"typed")
+    stdin = os.dup(0)
+    os.dup2(terminal, 0)
+    try:
+        assert launch(lambda: (os.read(0, 5), sys.stdin.read()), 1) == [(b"", "")]
+        assert os.read(0, 5) == b"typed"
+    finally:
+        os.dup2(stdin, 0)
+        for descriptor in (stdin, terminal, keyboard):
+            os.close(descriptor)
 
 
 def test_the_private_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +290,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
+    def interrupt_oneself() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "at work"
+
+    assert launch(interrupt_oneself, 1) == ["at work"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ctrl_c_ends_all_workers_without_a_word(tmp_path: Path) -> None:
     with sleeping_run(tmp_path) as (run, workers):
@@ -325,9 +346,9 @@ def test_ranks_join_through_the_environment() -> None:
 def test_missing_ranks_are_named() -> None:
     port = free_port()
     with pytest.raises(UserError) as caught:
-        launch(join_as_torchrun_would, 2, port, 4, "127.0.0.1", 2)
+        launch(join_as_torchrun_would, 2, port, 4, "127.0.0.1", 1)
     assert str(caught.value).startswith(
-        f"of 4 ranks (WORLD_SIZE) these did not join at 127.0.0.1:{port} within 2 s: 2, 3;"
+        f"of 4 ranks (WORLD_SIZE) these did not join at 127.0.0.1:{port} within 1 s: 2, 3;"
     )
 
 

@@ -204,5 +204,5 @@ def _mesh(ranks: np.ndarray, axes: dict[str, Axis], zero: bool) -> DeviceMesh | 
         return DeviceMesh.from_group(chosen[0], device, mesh_dim_names=tuple(kept))
     # Only this rank's slice along the axes that are left out.
     place = [slice(None) if name in kept else axes[name].index for name in axes]
-    mesh = torch.from_numpy(np.ascontiguousarray(ranks[tuple(place)]))
+    mesh = torch.tensor(ranks[tuple(place)])
     return DeviceMesh.from_group(chosen, device, mesh=mesh, mesh_dim_names=tuple(kept))

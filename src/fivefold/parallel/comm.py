@@ -123,7 +123,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     axis.recorder.record(axis, "all_gather", size_in_bytes(out))
     copies = out.view(axis.size, *x.shape)
     if axis.recorder.dry:
-        copies.copy_(x)
+        for copy in copies:  # one by one: FSDP2's x is a part of out
+            copy.copy_(x)
         return Pending([], lambda: out)
     if not _is_gloo(x):
         work = dist.all_gather_single(out, x.contiguous(), group=axis.group, async_op=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,7 +14,9 @@ from fivefold.ledger import Ledger, Transfer
 
 PARITY = {
     "loss_rel_diff": "loss of the first step, relative",
+    "balance_loss_rel_diff": "balance loss of the first step, relative",
     "grad_norm_rel_diff": "gradient norm of the first step, relative",
+    "max_grad_rel_diff": "any gradient of the first step, relative",
     "max_grad_abs_diff": "any gradient of the first step",
     "max_weight_abs_diff": "any weight after the last step",
 }
@@ -62,7 +64,11 @@ def _scaled(value: float, units: Sequence[str], space: str) -> str:
 
 
 def ledger_rows(predicted: Ledger, measured: Ledger) -> list[dict[str, Any]]:
-    """The rows of two ledgers beside each other; a count is 0 where a ledger has no such row."""
+    """The rows of two ledgers beside each other; a count is 0 where a ledger has no such row.
+
+    `payload_bytes` is that of one call; the other bytes are those of all calls, `wire_bytes` what
+    leaves the rank. A `routed` payload is a mean (see fivefold.ledger).
+    """
     rows = []
     for plan, run in predicted.beside(measured):
         transfer = plan or run
@@ -74,6 +80,7 @@ def ledger_rows(predicted: Ledger, measured: Ledger) -> list[dict[str, Any]]:
                 "op": transfer.op,
                 "group_size": transfer.group_size,
                 "payload_bytes": transfer.payload_bytes,
+                "routed": transfer.routed,
                 **_side("predicted", plan),
                 **_side("measured", run),
                 "agrees": plan == run,
@@ -86,63 +93,140 @@ def _side(name: str, transfer: Transfer | None) -> dict[str, float]:
     return {
         f"{name}_calls": transfer.calls if transfer else 0,
         f"{name}_bytes": transfer.total_bytes if transfer else 0,
+        f"{name}_wire_bytes": transfer.wire_bytes if transfer else 0,
     }
 
 
-def ledger_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What one rank sends in one step, `predicted = measured`; `rows` as of `ledger_rows`."""
-    predicted = sum(row["predicted_bytes"] for row in rows)
-    measured = sum(row["measured_bytes"] for row in rows)
-    table = _table("One rank's messages in one optimizer step: predicted = measured")
-    table.show_footer = True
-    table.add_column("split", "total")
+def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """A table for each pipeline rank, one for those that send the same; `rows` as of
+    `ledger_rows`, each with its `pp_rank`."""
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        own = {key: value for key, value in row.items() if key != "pp_rank"}
+        by_rank.setdefault(row["pp_rank"], []).append(own)
+    alike: list[tuple[list[int], list[dict[str, Any]]]] = []
+    for pp_rank, own_rows in by_rank.items():
+        same = next((ranks for ranks, others in alike if others == own_rows), None)
+        if same is None:
+            alike.append(([pp_rank], own_rows))
+        else:
+            same.append(pp_rank)
+    if len(by_rank) == 1:
+        return [ledger_table(own_rows, "One rank") for _, own_rows in alike]
+    return [
+        ledger_table(own_rows, f"A rank of pipeline rank {', '.join(map(str, ranks))}")
+        for ranks, own_rows in alike
+    ]
+
+
+def ledger_table(rows: Sequence[Mapping[str, Any]], who: str) -> Table:
+    """What `who` sends in one step, predicted beside measured: calls x bytes of a call; `rows` as
+    of `ledger_rows`."""
+    table = _table(f"{who}, one optimizer step")
+    table.add_column("split")
     table.add_column("phase")
     table.add_column("operation")
-    table.add_column("group", justify="right")
-    table.add_column("bytes a call", justify="right")
-    table.add_column("calls", justify="right")
-    table.add_column("bytes", _beside(predicted, measured, format_bytes), justify="right")
+    for column in ("group", "predicted", "measured", "wire"):
+        table.add_column(column, justify="right")
     for above, row in zip([None, *rows], rows, strict=False):
+        same_split = above is not None and above["split"] == row["split"]
         table.add_row(
-            "" if above and above["split"] == row["split"] else row["split"],
+            "" if same_split else row["split"],
             row["phase"],
             row["op"],
             str(row["group_size"]),
-            format_bytes(row["payload_bytes"]),
-            _beside(row["predicted_calls"], row["measured_calls"], "{:g}".format),
-            _beside(row["predicted_bytes"], row["measured_bytes"], format_bytes),
+            _calls(row, "predicted"),
+            _calls(row, "measured"),
+            format_bytes(row["measured_wire_bytes"]),
             style="" if row["agrees"] else "bold red",
         )
+    table.add_section()
+    splits = list(dict.fromkeys(row["split"] for row in rows))
+    for split in splits if len(splits) > 1 else []:
+        _add_total(table, f"all {split}", [row for row in rows if row["split"] == split])
+    _add_total(table, "all", rows)
     return table
 
 
-def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> str:
-    """Both numbers and whether they are equal; where they are not, to the last digit."""
-    if predicted == measured:
-        return f"{form(predicted)} = {form(measured)}"
-    return f"{predicted:,.12g} != {measured:,.12g}"
+def _calls(row: Mapping[str, Any], side: str) -> str:
+    """`16 x 262 KB`; to the last byte where the two sides differ."""
+    calls = row[f"{side}_calls"]
+    if calls == 0:
+        return "-"
+    payload = row[f"{side}_bytes"] / calls
+    size = format_bytes(payload) if row["agrees"] else f"{payload:,.12g} B"
+    return f"{calls:g} x {size}"
+
+
+def _add_total(table: Table, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    totals = {
+        key: sum(row[key] for row in rows)
+        for key in ("predicted_bytes", "measured_bytes", "measured_wire_bytes")
+    }
+    table.add_row("", name, "", "", *map(format_bytes, totals.values()))
 
 
 def check_report_table(report: Mapping[str, Any]) -> Table:
-    """How far the layout is from one process: the keys of `PARITY` in `report`, in words.
-
-    `report["limits"]` may give, by the same keys, the largest difference that counts as equal.
-    """
-    limits = report.get("limits", {})
-    table = _table(f"{report['layout']} against one process")
+    """How far the layout is from one process: the keys of `PARITY` in `report`, in words."""
+    steps = f"{report['steps']} step{'s' if report['steps'] > 1 else ''}"
+    table = _table(f"{report['layout']} against one process, {steps}")
     table.add_column("largest difference in")
     for column in ("found", "allowed"):
         table.add_column(column, justify="right")
     table.add_column("same")
+    names = {
+        "max_grad_rel_diff": report["worst_gradient"],
+        "max_weight_abs_diff": report["worst_weight"],
+    }
     for key, words in PARITY.items():
-        limit = limits.get(key)
+        found, limit = report[key], report["limits"].get(key)
+        if found and key in names:
+            words += f"\n  {names[key]}"
         table.add_row(
             words,
-            f"{report[key]:.1e}",
+            "not finite" if found is None else f"{found:.1e}",
             "" if limit is None else f"{limit:.0e}",
-            "" if limit is None else _verdict(report[key] <= limit),
+            "" if limit is None else _verdict(found is not None and found <= limit),
         )
+    differing = report["differing_replicas"]
+    words = "copies on different ranks" + "".join(f"\n  {name}" for name in differing[:5])
+    table.add_row(words, f"{len(differing)} differ", "0", _verdict(not differing))
     return table
+
+
+def check_report_notes(report: Mapping[str, Any]) -> list[str]:
+    """How it was compared, and what came out, a sentence each."""
+    optimizer = report["optimizer"]
+    notes = [
+        f"AdamW with lr {optimizer['lr']:g} (constant), eps {optimizer['eps']:g} and clipping at "
+        f"{optimizer['clip']:g}, whatever the run says; in fp32; one process took "
+        f"{report['one_process_s']:.1f} s, the layout {report['layout_s']:.1f} s."
+    ]
+    if report["precision"] != "fp32":
+        notes.append(f"The messages are those of a step in {report['precision']}.")
+    if report["rerouted_seeds"]:
+        seeds = ", ".join(map(str, report["rerouted_seeds"]))
+        notes.append(
+            f"With seed {seeds} rounding sent a token to another expert, as it may; "
+            f"this is seed {report['seed']}."
+        )
+    notes += [
+        f"In step {it['step']} {it['tokens']} of {it['of']:,} choices of an expert in layer "
+        f"{it['layer']} fell otherwise: in a near-tie rounding decides."
+        for it in report["rerouted"][:5]
+    ]
+    for row in report["ledger_differences"][:5]:
+        who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
+        notes.append(
+            f"[bold red]{who}: {row['split']} {row['phase']} {row['op']} of "
+            f"{row['payload_bytes']:,g} bytes over {row['group_size']}: "
+            f"{row['predicted_calls']:g} calls predicted, {row['measured_calls']:g} measured[/]"
+        )
+    if report["ok"]:
+        notes.append(f"{report['layout']} computes what one process does, and sends as planned.")
+    else:
+        notes.append("[bold red]Not the same.[/]")
+    return notes
 
 
 def layout_table(layout: Layout) -> Table:

@@ -104,6 +104,7 @@ def preload() -> None:
     """Import all that a worker needs, so that forked workers need not. Computes nothing: a parent
     with running threads or a CUDA context is not one to fork from."""
     import torch
+    import torch._dynamo  # the first DTensor or optimizer imports it, which takes half a second
     import torch.distributed
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -126,7 +127,7 @@ def launch(
     within seconds, and `WorkerFailure` says what happened where; a worker's UserError comes out
     as it is. Ctrl-C ends the workers and comes out as KeyboardInterrupt.
     """
-    _check_machine(world_size, device)
+    check_machine(world_size, device)
     preload()
     context = _context(device)
     records = RawArray(_Record, [(b"", -1, b"start-up")] * world_size)
@@ -161,7 +162,7 @@ def launch(
                 pipe.close()
 
 
-def _check_machine(world_size: int, device: str) -> None:
+def check_machine(world_size: int, device: str) -> None:
     if world_size < 1:
         raise UserError(f"a run needs at least 1 worker, not {world_size}")
     if sys.platform == "win32":
@@ -233,7 +234,7 @@ class _Worker:
         try:
             self._make_process_group()
             where.doing = ""
-            # Plain pickle copies tensors; Connection.send would share memory that ends with us.
+            # Plain pickle copies a tensor; Connection.send would open shared memory for each.
             answer = pickle.dumps([function(*args)])
             where.doing = "finished"
         except BaseException as error:  # SystemExit and CheckpointException are no Exceptions
@@ -347,7 +348,9 @@ def _collect(
             else:
                 [results[rank]] = answer
     if failures:
-        raise _explain(min(failures, key=lambda it: (it.kind, it.time_s)), places)
+        culprit = min(failures, key=lambda it: (it.kind, it.time_s))
+        standings = _standings(places) if culprit.hung else ""
+        raise _explain(culprit, places[culprit.rank], standings)
     return [results[rank] for rank in sorted(results)]
 
 
@@ -373,10 +376,9 @@ def _answer(
     return _Failure(rank, DIED, time.monotonic(), what, hung=code == -signal.SIGABRT)
 
 
-def _explain(culprit: _Failure, places: list[Where]) -> Exception:
+def _explain(culprit: _Failure, at: Where, standings: str = "") -> Exception:
     if culprit.is_user_error:
         return UserError(culprit.error)
-    at = places[culprit.rank]
     message = f"{_name(culprit.rank, at)} {culprit.what}"
     if at.step is not None:
         message += f" in step {at.step}"
@@ -384,8 +386,8 @@ def _explain(culprit: _Failure, places: list[Where]) -> Exception:
         message += f" during {at.doing}"
     if culprit.error:
         message += f": {culprit.error}"
-    if culprit.hung:
-        message += "\n" + _standings(places)
+    if standings:
+        message += "\n" + standings
     return WorkerFailure(message, culprit.rank, culprit.traceback)
 
 
@@ -444,6 +446,15 @@ def join(device: str, timeout_s: float = 300.0) -> None:
     _init_process_group(store, rank, world_size, device, local_rank, timeout_s)
 
 
+def describe_here(rank: int, error: Exception) -> Exception:
+    """An error of this process as `launch` would report one of its workers'."""
+    failure = _describe(rank, error)
+    if failure.kind == CUT_OFF:
+        # Another rank's failure, which is the one to read. Let torchrun end this process first.
+        time.sleep(5 * GRACE_S)
+    return _explain(failure, where)
+
+
 def _number(name: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():
@@ -458,10 +469,12 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT must lie between 1 and 65535, not {port}")
-    give_up = time.monotonic() + timeout_s
+    # torchrun's own process may hold the store; else rank 0 does, and if it has to give up it
+    # does so last, so that the others can still look who is missing.
+    holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    give_up = time.monotonic() + timeout_s + (2 if holds_store else 0)
     try:
-        # torchrun's own process may hold the store; else rank 0 does.
-        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if holds_store:
             store = _store("127.0.0.1", port, timeout_s, serve=True)
             _knock(host, port, give_up)  # is MASTER_ADDR this machine?
         else:
@@ -519,7 +532,7 @@ def _who_is_missing(store: Store, keys: list[str], address: str, timeout_s: floa
     try:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
-        return f"the store at {address} went away before all {len(keys)} ranks had joined"
+        return f"rank 0 left {address} before all {len(keys)} ranks had joined; it has said why"
     return (
         f"of {len(keys)} ranks (WORLD_SIZE) these did not join at {address} within "
         f"{timeout_s:g} s: {', '.join(missing)}; start them too, or set WORLD_SIZE to the number "

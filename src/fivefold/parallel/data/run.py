@@ -159,7 +159,8 @@ class DataParallel:
     ) -> None:
         assert mesh is not None
         # Without a pipeline the backward pass follows the head at once: keep its weights.
-        reshard = self.zero == 3 and (module is not self.stage or self.axes.layout.pp > 1)
+        at_once = self.axes.layout.pp == 1 and self.axes.layout.schedule == "1f1b"
+        reshard = self.zero == 3 and not (module is self.stage and at_once)
         fully_shard(
             module,
             mesh=mesh["fsdp"],

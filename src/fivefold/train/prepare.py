@@ -1,0 +1,139 @@
+"""From a run file to all that a training process needs. Every refusal happens here, before a
+process has been started and before anything but the cache of tokens has been written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+from fivefold.errors import UserError
+from fivefold.layout.legality import check
+from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.model.config import ModelConfig, load_config
+from fivefold.train.data import Samples, open_tokenizer
+from fivefold.train.data import prepare as prepare_tokens
+from fivefold.train.data.tokenizer import bpe_vocab_size
+from fivefold.train.data.tokens import Progress
+from fivefold.train.launch import check_machine, joined_by_torchrun
+from fivefold.train.runfile import Data, Run
+
+PATIENCE_S = 1.0
+"""Seconds of tokenizing before a progress bar is shown."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, how it is split and where: the run file against model and machine."""
+
+    run: Run
+    config: ModelConfig
+    layout: Layout  # with the accumulation that the global batch asks for
+    device: str  # "cpu" or "cuda"
+
+
+@dataclass(frozen=True)
+class Prepared(Plan):
+    """A plan and its data. Picklable: a worker maps the token file itself."""
+
+    samples: Samples
+
+
+def prepare_run(run: Run, world_size: int | None = None) -> Prepared:
+    """Check a run and make its data ready, tokenizing them if that has not been done before.
+
+    `world_size` is the number of processes where that is given (under torchrun); the layout may
+    then leave out dp. Shows a progress bar on stderr while text is tokenized. Raises UserError
+    for whatever cannot be run.
+    """
+    plan = plan_run(run, world_size)
+    return Prepared(plan.run, plan.config, plan.layout, plan.device, prepare_samples(run))
+
+
+def plan_run(run: Run, world_size: int | None = None) -> Plan:
+    """`prepare_run` without the data: quick, and writes nothing."""
+    config = load_config(run.model)
+    layout = with_global_batch(parse(run.layout, world_size), run.global_batch, stated(run.layout))
+    check(layout, config, run.data.sequence_length, world_size)
+    device = _choose_device(run.device)
+    if not joined_by_torchrun():
+        check_machine(layout.world_size, device)
+    _check_vocabulary(run.data, config)
+    return Plan(run, config, layout, device)
+
+
+def prepare_samples(run: Run) -> Samples:
+    """The samples of a run; raises UserError for missing files and too little text."""
+    data = run.data
+    with _progress_bar() as progress:
+        token_file = prepare_tokens(
+            data.files, data.text_field, data.tokenizer, data.eos_token, data.cache, progress
+        )
+    return Samples(
+        token_file, data.sequence_length, run.global_batch, run.seed, data.isolate_documents
+    )
+
+
+def _choose_device(wanted: str) -> str:
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise UserError("device is cuda and no CUDA device is visible: use device cpu or auto")
+    return "cpu"
+
+
+def _check_vocabulary(data: Data, config: ModelConfig) -> None:
+    """Every token must have its row in the embedding; rows that no token uses do no harm."""
+    size = bpe_vocab_size(data.tokenizer)
+    if size is None:
+        size = open_tokenizer(data.tokenizer, data.eos_token).vocab_size
+    if size > config.vocab_size:
+        raise UserError(
+            f"tokenizer {data.tokenizer!r} has {size:,} tokens and the model's vocab_size is "
+            f"{config.vocab_size:,}: set vocab_size to {size} or more, or use a smaller tokenizer"
+        )
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """What shows, on stderr, how much text has been tokenized: a bar, or where that is no terminal
+    one line. Nothing is shown of what takes less than `PATIENCE_S`."""
+    console = Console(stderr=True)
+    bar = rich.progress.Progress(
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task("tokenizing")
+    started = time.monotonic()
+    shown = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        bar.update(task, completed=done, total=total)
+        if shown or time.monotonic() - started < PATIENCE_S:
+            return
+        shown = True
+        if console.is_terminal:
+            bar.start()
+        else:
+            print(f"tokenizing {total / 1e6:,.1f} MB of text", file=sys.stderr)
+
+    try:
+        yield progress
+    finally:
+        if bar.live.is_started:  # else it would print an empty line
+            bar.stop()

@@ -1,0 +1,185 @@
+"""Every split, and products of them, against one process; and every byte against the plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from fivefold.layout.legality import violations
+from fivefold.layout.notation import Layout
+from fivefold.model.config import ModelConfig
+from tests.parity.harness import SEQUENCE_LENGTH, assert_parity, random_samples, tiny
+
+MODELS: dict[str, ModelConfig] = {
+    "llama": tiny("llama", attention_bias=True, mlp_bias=True),
+    "qwen2": tiny("qwen2", vocab_size=127),
+    "qwen3": tiny("qwen3"),
+    "tied qwen3": tiny("qwen3", vocab_size=127, tie_word_embeddings=True),
+    "qwen3 of 2 kv heads": tiny("qwen3", num_key_value_heads=2),
+    "mixtral": tiny("mixtral"),
+    "qwen2_moe": tiny("qwen2_moe", vocab_size=127),  # with a shared expert and its gate
+    "qwen3_moe": tiny("qwen3_moe", mlp_only_layers=[1]),
+    "tied qwen3_moe": tiny("qwen3_moe", tie_word_embeddings=True),
+}
+
+CASES = [
+    # one process
+    ("llama", "mb4 recompute=full"),
+    ("qwen3_moe", "mb1 recompute=selective"),
+    # data
+    ("llama", "dp2 mb2"),
+    ("qwen2", "dp4 zero1"),
+    ("tied qwen3", "dp2 zero2 mb2"),
+    ("qwen3", "dp4 zero3 recompute=full"),
+    ("tied qwen3", "dp4 dp_replicate2 zero2"),
+    # tensor, and megatron sequence
+    ("qwen2", "tp2 mb2"),
+    ("tied qwen3", "tp4 mb2"),
+    ("qwen3", "tp4 sp mb2 recompute=full"),
+    ("tied qwen3", "tp2 sp dp2 zero3 mb2"),
+    ("qwen3 of 2 kv heads", "tp4 sp mb2"),
+    # pipeline
+    ("llama", "pp2"),
+    ("qwen2", "pp3 layers=2,1,1 schedule=gpipe mb2"),
+    ("tied qwen3", "pp4 mb2"),
+    ("qwen3", "pp2 vpp2"),
+    ("tied qwen3", "pp2 dp2 zero1 vpp2"),
+    ("llama", "pp2 tp2 sp mb2 order=pp-dp-tp-cp-ep"),
+    # ulysses and ring
+    ("qwen3", "ulysses4 mb2"),
+    ("qwen3 of 2 kv heads", "ulysses2 tp2 mb2"),
+    ("llama", "ring2 mb2"),
+    ("qwen3", "ring4 zero1 mb4"),
+    ("qwen2", "ring2 ulysses2 mb2 recompute=selective"),
+    ("tied qwen3", "pp2 ring2 mb2"),
+    # experts
+    ("qwen3_moe", "dp2 ep2 mb2"),
+    ("mixtral", "dp4 ep4"),
+    ("qwen2_moe", "tp2 sp dp2 ep4 mb2"),
+    ("qwen2_moe", "tp2 etp2 dp2 ep2 mb2 recompute=full"),
+    ("qwen3_moe", "tp2 sp etp2 dp2 ep2 zero3 mb2"),
+    ("mixtral", "pp2 dp2 ep2"),
+    ("tied qwen3_moe", "ring2 dp2 ep4 zero2 mb2"),
+    ("mixtral", "ulysses2 tp2 etp2 ep2 mb2"),
+    # all five
+    ("tied qwen3_moe", "tp2 sp pp2 dp2 ep2 mb2"),
+]
+SLOW = [
+    ("llama", "dp8 dp_replicate4 zero3"),
+    ("qwen3", "tp8 sp mb2"),
+    ("qwen3 of 2 kv heads", "tp4 sp dp2 zero3 mb2"),
+    ("qwen3", "ulysses2 ring4 mb2"),
+    ("llama", "ulysses2 ring2 dp2 zero2 mb2"),
+    ("qwen3_moe", "dp8 ep8"),
+    ("mixtral", "dp8 dp_replicate2 ep2 zero3"),
+    ("qwen2_moe", "ring2 ulysses2 tp2 sp ep8 mb2"),
+    # 16 processes
+    ("qwen3_moe", "tp2 sp pp2 dp2 ulysses2 ep4 mb2"),
+    ("tied qwen3_moe", "tp2 sp pp2 dp2 ring2 ep2 zero2 mb2"),
+    ("qwen2_moe", "tp4 sp dp4 ep8 zero1 mb2"),
+    ("tied qwen3", "tp2 pp2 ring2 ulysses2 mb2"),
+    ("tied qwen3", "pp4 dp4 zero3"),
+    ("mixtral", "tp2 etp2 pp2 vpp2 dp4 ep4"),
+    ("llama", "tp4 sp ulysses2 ring2 mb2"),
+]
+
+
+def cases() -> list:
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+    return [pytest.param(*case, id=": ".join(case)) for case in CASES] + [
+        pytest.param(*case.values, marks=case.marks, id=": ".join(map(str, case.values)))
+        for case in slow
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout"), cases())
+def test_a_layout_computes_what_one_process_does(model: str, layout: str) -> None:
+    assert_parity(MODELS[model], layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tied qwen3", "tp2 sp ring2 mb2"),
+        ("qwen3 of 2 kv heads", "ring2 ulysses2 mb2 recompute=full"),
+        ("qwen3_moe", "pp2 ulysses2 ep2 mb2"),
+        ("qwen2_moe", "dp2 ep2 ring2 zero2 mb2"),
+    ],
+)
+def test_packed_documents_are_kept_apart_in_every_split(model: str, layout: str) -> None:
+    config = MODELS[model]
+    assert_parity(config, layout, random_samples(config.vocab_size, isolate=True))
+
+
+def test_data_parallelism_by_three() -> None:
+    config = MODELS["qwen2"]
+    for layout in ("dp3 zero2", "ring3 zero1 mb2"):
+        samples = random_samples(config.vocab_size, global_batch=6, sequence_length=48)
+        assert_parity(config, layout, samples)
+
+
+# Layouts that hypothesis draws
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[str, str, bool]:
+    """A model, a legal layout of up to 8 processes for it, and whether documents are isolated."""
+
+    def pick(*values):
+        return draw(st.sampled_from(values))
+
+    name = pick(*MODELS)
+    config = MODELS[name]
+    tp, pp, ulysses, ring = (draw(st.sampled_from([1, 1, 2, 4])) for _ in range(4))
+    dp = pick(1, 1, 2, 4, 8)
+    assume(2 <= tp * pp * ulysses * ring * dp <= 8)
+    layout = Layout(
+        tp=tp,
+        sp=tp > 1 and draw(st.booleans()),
+        pp=pp,
+        vpp=pick(1, 2) if pp == 2 else 1,
+        dp=dp,
+        dp_replicate=pick(1, 2) if dp > 2 else 1,
+        zero=pick(0, 1, 2, 3),
+        ep=pick(1, 2, 4, 8) if config.moe else 1,
+        etp=pick(1, tp) if config.moe else 1,
+        ulysses=ulysses,
+        ring=ring,
+        micro_batch=pick(1, 2),
+        recompute=pick("none", "selective", "full"),
+        schedule=pick("gpipe", "1f1b"),
+    )
+    accumulation, rest = divmod(8, dp * layout.micro_batch)
+    assume(accumulation >= 1 and not rest)
+    text = str(layout)
+    assume(not violations(Layout(**{**vars(layout), "accumulation": accumulation}), config, 64))
+    return name, text, draw(st.booleans())
+
+
+def check_drawn(drawn: tuple[str, str, bool]) -> None:
+    model, layout, isolate = drawn
+    config = MODELS[model]
+    assert_parity(config, layout, random_samples(config.vocab_size, isolate=isolate), steps=1)
+
+
+DRAWN = settings(
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],  # no shrinking: a layout is small, and a run takes seconds
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@settings(DRAWN, max_examples=8)
+@given(layouts())
+def test_drawn_layouts_compute_what_one_process_does(drawn: tuple[str, str, bool]) -> None:
+    check_drawn(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(DRAWN, max_examples=100)
+@given(layouts())
+def test_many_drawn_layouts_compute_what_one_process_does(drawn: tuple[str, str, bool]) -> None:
+    check_drawn(drawn)
