@@ -157,20 +157,37 @@ def test_train_passes_its_options_on_and_the_flags_win(run_file, engine, tmp_pat
 
 
 def report(**changes) -> dict:
-    row = {"split": "dp", "phase": "backward", "op": "all_reduce", "group_size": 2}
-    row |= {"payload_bytes": 8, "predicted_calls": 1, "measured_calls": 1}
-    row |= {"predicted_bytes": 8, "measured_bytes": 8, "agrees": True}
+    """A report as of fivefold.train.check, of which these tests look at a few keys."""
+    row = {"pp_rank": 0, "split": "dp", "phase": "backward", "op": "all_reduce", "group_size": 2}
+    row |= {"payload_bytes": 8, "routed": False, "agrees": True}
+    for side in ("predicted", "measured"):
+        row |= {f"{side}_calls": 1, f"{side}_bytes": 8, f"{side}_wire_bytes": 8}
     differences = (
         "loss_rel_diff",
+        "balance_loss_rel_diff",
         "grad_norm_rel_diff",
+        "max_grad_rel_diff",
         "max_grad_abs_diff",
         "max_weight_abs_diff",
     )
     return {
         "ok": True,
         "layout": "dp2",
-        "ledger": [row],
+        "steps": 5,
+        "precision": "fp32",
+        "optimizer": {"lr": 1e-3, "eps": 1e-6, "clip": 1.0},
         **dict.fromkeys(differences, 0.0),
+        "worst_gradient": "lm_head.weight",
+        "worst_weight": "lm_head.weight",
+        "differing_replicas": [],
+        "rerouted": [],
+        "limits": {"loss_rel_diff": 1e-5},
+        "ledger": [row],
+        "ledger_differences": [],
+        "seed": 0,
+        "rerouted_seeds": [],
+        "one_process_s": 1.0,
+        "layout_s": 2.0,
         **changes,
     }
 
@@ -186,6 +203,7 @@ def test_check_prints_tables_and_exits_with_1_when_something_differs(capsys, run
     assert main(["check", run_file]) == 1
     printed = capsys.readouterr().out
     assert "dp2 against one process" in printed and "all_reduce" in printed
+    assert printed.endswith("Not the same.\n")
 
 
 def test_a_user_error_from_training_is_one_sentence(capsys, run_file, engine):

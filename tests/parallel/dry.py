@@ -14,6 +14,8 @@ from fivefold.train.data import Samples
 from fivefold.train.runfile import Optimizer
 from fivefold.train.trainer import Trainer
 
+torch.set_num_threads(1)  # for sizes as tiny as these, threads cost ten times what they save
+
 SEQUENCE_LENGTH = 48
 
 TINY = {

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from rich.console import Console
 
 from fivefold.layout.notation import parse
 from fivefold.ledger import Ledger, Transfer
 from fivefold.report.tables import (
+    check_report_notes,
     check_report_table,
     format_bytes,
     format_count,
     layout_table,
     ledger_rows,
     ledger_table,
+    ledger_tables,
 )
+from fivefold.train.check import CheckReport, Comparison
 
 
 def printed(table) -> str:
@@ -71,10 +77,13 @@ def test_equal_ledgers_agree_in_every_row():
             "op": "all_reduce",
             "group_size": 2,
             "payload_bytes": 4_000_000,
+            "routed": False,
             "predicted_calls": 3,
             "predicted_bytes": 12_000_000,
+            "predicted_wire_bytes": 12_000_000,
             "measured_calls": 3,
             "measured_bytes": 12_000_000,
+            "measured_wire_bytes": 12_000_000,
             "agrees": True,
         }
     ]
@@ -96,35 +105,92 @@ def test_a_routed_row_with_the_same_calls_and_other_bytes_does_not_agree():
     assert (row["predicted_bytes"], row["measured_bytes"], row["agrees"]) == (200, 203, False)
 
 
-def test_the_ledger_table_shows_predicted_beside_measured_and_their_totals():
-    send = Transfer("pp", "forward", "send", 2, 1000, 4)
-    rows = ledger_rows(Ledger([gradients(3), send]), Ledger([gradients(2), send]))
-    text = printed(ledger_table(rows))
-    different = "dp backward all_reduce 2 4.00 MB 3 != 2 12,000,000 != 8,000,000"
+SEND = Transfer("pp", "forward", "send", 2, 1000, 4)
+
+
+def test_the_ledger_table_shows_predicted_beside_measured_and_a_total_of_each_split():
+    rows = ledger_rows(Ledger([gradients(3), SEND]), Ledger([gradients(2), SEND]))
+    text = printed(ledger_table(rows, "Rank 7"))
+    assert text.startswith("Rank 7, one optimizer step")
+    different = "dp backward all_reduce 2 3 x 4,000,000 B 2 x 4,000,000 B 8.00 MB"
     assert " ".join(line_with(text, "all_reduce").split()) == different
-    equal = "pp forward send 2 1.00 KB 4 = 4 4.00 KB = 4.00 KB"
+    equal = "pp forward send 2 4 x 1.00 KB 4 x 1.00 KB 4.00 KB"
     assert " ".join(line_with(text, "send").split()) == equal
-    assert " ".join(line_with(text, "total").split()) == "total 12,004,000 != 8,004,000"
+    assert line_with(text, "all dp").split()[2:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+    assert line_with(text, "all pp").split()[2:] == ["4.00", "KB", "4.00", "KB", "4.00", "KB"]
+    assert line_with(text, "all  ").split()[1:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
 
 
 def test_a_difference_of_one_byte_is_visible():
     rows = ledger_rows(Ledger([gradients(1)]), Ledger([gradients(1, size=4_000_001)]))
-    assert "4,000,000 != 4,000,001" in line_with(printed(ledger_table(rows)), "total")
+    text = printed(ledger_table(rows, "One rank"))
+    assert "1 x 4,000,000 B  " in line_with(text, "4,000,000 B")
+    assert "-  1 x 4,000,001 B" in line_with(text, "4,000,001 B")
+
+
+def test_pipeline_ranks_that_send_the_same_share_a_table():
+    rows = []
+    for pp_rank, transfers in enumerate([[SEND], [SEND, gradients(1)], [SEND]]):
+        ledger = Ledger(transfers)
+        rows += [{"pp_rank": pp_rank, **row} for row in ledger_rows(ledger, ledger)]
+    assert [table.title for table in ledger_tables(rows)] == [
+        "A rank of pipeline rank 0, 2, one optimizer step",
+        "A rank of pipeline rank 1, one optimizer step",
+    ]
+    (table,) = ledger_tables([row for row in rows if row["pp_rank"] == 0])
+    assert table.title == "One rank, one optimizer step"
+
+
+def report(**changes) -> dict[str, Any]:
+    """A report of fivefold.train.check."""
+    comparison = Comparison(
+        loss_rel_diff=2e-7,
+        balance_loss_rel_diff=0.0,
+        grad_norm_rel_diff=3e-4,
+        max_grad_abs_diff=4e-9,
+        max_grad_rel_diff=1e-6,
+        worst_gradient="lm_head.weight",
+        max_weight_abs_diff=math.nan,
+        worst_weight="model.norm.weight",
+        differing_replicas=["model.norm.weight"],
+        rerouted=[{"step": 2, "layer": 3, "tokens": 1, "of": 8192}],
+    )
+    row = ledger_rows(Ledger([SEND]), Ledger())[0]
+    whole = CheckReport(
+        layout=parse("tp2"),
+        steps=5,
+        precision="bf16",
+        comparison=comparison,
+        ledger=[],
+        ledger_differences=[{"pp_rank": 1, "rank": 4, **row}],
+        seed=2,
+        rerouted_seeds=[0, 1],
+        one_process_s=1.5,
+        layout_s=2.5,
+    )
+    return {**whole.as_dict(), **changes}
 
 
 def test_the_check_table_holds_each_difference_against_its_limit():
-    report = {
-        "layout": "tp2",
-        "limits": {"loss_rel_diff": 1e-5, "grad_norm_rel_diff": 1e-5},
-        "loss_rel_diff": 2e-7,
-        "grad_norm_rel_diff": 3e-4,
-        "max_grad_abs_diff": 0.0,
-        "max_weight_abs_diff": 1e-5,
-    }
-    text = printed(check_report_table(report))
-    assert line_with(text, "loss").split()[-3:] == ["2.0e-07", "1e-05", "yes"]
-    assert line_with(text, "norm").split()[-1] == "NO"
-    assert line_with(text, "gradient of").split()[-1] == "0.0e+00"
+    text = printed(check_report_table(report()))
+    assert text.startswith("tp2 against one process, 5 steps")
+    assert "2.0e-07    1e-05  yes" in text.splitlines()[3]
+    assert line_with(text, "gradient norm").split()[-3:] == ["3.0e-04", "1e-05", "NO"]
+    assert line_with(text, "any gradient", "relative").split()[-3:] == ["1.0e-06", "1e-05", "yes"]
+    assert line_with(text, "any gradient of the first step  ").split()[-1] == "4.0e-09"
+    assert line_with(text, "any weight").split()[-4:] == ["not", "finite", "1e-05", "NO"]
+    assert line_with(text, "copies").split()[-4:] == ["1", "differ", "0", "NO"]
+
+
+def test_the_notes_of_a_check_say_how_it_was_made_and_what_differs():
+    notes = check_report_notes(report())
+    assert notes[0].startswith("AdamW with lr 0.001 (constant), eps 1e-06 and clipping at 1,")
+    text = "\n".join(notes)
+    assert "step in bf16" in text and "With seed 0, 1 tokens chose another expert" in text
+    assert "In step 2, layer 3, 1 of 8,192 choices of an expert fell otherwise" in text
+    assert "rank 4: pp forward send of 1,000 bytes over 2: 4 calls predicted, 0 measured" in text
+    assert "Not the same." in notes[-1]
+    assert check_report_notes(report(ok=True))[-1].startswith("tp2 computes what one process does")
 
 
 def test_the_layout_table_has_a_row_for_each_axis_with_its_groups_of_ranks():

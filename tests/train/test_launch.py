@@ -325,30 +325,35 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def join_as_torchrun_would(
-    port: int, world_size: int, host: str = "127.0.0.1", timeout_s: float = 30
-) -> tuple[int, float]:
-    """In a launched worker: leave its process group, join again as torchrun's environment says."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port)
-    )
-    assert joined_by_torchrun()
-    join("cpu", timeout_s)
-    return sum_of_ranks(1)
+def launch_and_join(
+    started: int, port: int, world_size: int, timeout_s: float
+) -> list[tuple[int, float]]:
+    """Launched workers that leave their process group and join as torchrun's environment says."""
+    all_are_connected = multiprocessing.get_context("fork").Barrier(started)
+
+    def leave_and_join() -> tuple[int, float]:
+        rank = dist.get_rank()
+        all_are_connected.wait()
+        dist.destroy_process_group()
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        assert joined_by_torchrun()
+        join("cpu", timeout_s)
+        return sum_of_ranks(1)
+
+    return launch(leave_and_join, started)
 
 
 def test_ranks_join_through_the_environment() -> None:
-    assert launch(join_as_torchrun_would, 3, free_port(), 3) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    assert launch_and_join(3, free_port(), 3, timeout_s=30) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
 def test_missing_ranks_are_named() -> None:
     port = free_port()
     with pytest.raises(UserError) as caught:
-        launch(join_as_torchrun_would, 2, port, 4, "127.0.0.1", 1)
+        launch_and_join(2, port, 4, timeout_s=3)
     assert str(caught.value).startswith(
-        f"of 4 ranks (WORLD_SIZE) these did not join at 127.0.0.1:{port} within 1 s: 2, 3;"
+        f"of 4 ranks (WORLD_SIZE) these did not join at 127.0.0.1:{port} within 3 s: 2, 3;"
     )
 
 
@@ -358,7 +363,7 @@ def test_a_taken_port_is_named() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"^rank 0 cannot listen at 127.0.0.1:{port}: "):
-            launch(join_as_torchrun_would, 1, port, 1, "127.0.0.1", 2)
+            launch_and_join(1, port, 1, timeout_s=2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -377,7 +382,7 @@ def test_an_address_without_a_rank_0_is_named(host: str) -> None:
 
 def test_a_port_that_cannot_be_is_named() -> None:
     with pytest.raises(UserError, match="between 1 and 65535, not 99999"):
-        launch(join_as_torchrun_would, 1, 99999, 1, "127.0.0.1", 1)
+        launch_and_join(1, 99999, 1, timeout_s=2)
 
 
 def test_a_world_size_that_is_not_the_layouts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,6 +373,13 @@ def test_torchrun_starts_a_run(values: dict[str, Any], tmp_path: Path) -> None:
     run_file.write_text(yaml.safe_dump(values | {"layout": "tp2"}))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     command += [str(free_port()), "-m", "fivefold", "train", str(run_file)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    source = Path(loop.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(source)},
+    )
     assert "steps 1 to 6 in" in done.stdout
     assert len(metrics(values)) == 6

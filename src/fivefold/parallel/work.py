@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.layout.notation import Layout
-from fivefold.layout.ranks import coordinates
+from fivefold.layout.ranks import coordinates, group
 from fivefold.layout.stages import split_layers, stage_ranges
 from fivefold.model.config import ModelConfig
 
@@ -85,8 +85,8 @@ def rank_work(
     copies = max(1, layout.tp // config.num_kv_heads)
     place = Place(
         tp=here["tp"],
-        dp_shard=here["dp_shard"] * layout.cp + here["cp"],
-        edp_shard=here["edp_shard"],
+        dp_shard=group(layout, "dp_shard_cp", rank).index(rank),
+        edp_shard=group(layout, "edp_shard", rank).index(rank),
         kv=here["tp"] // copies,
     )
     works = []

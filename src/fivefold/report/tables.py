@@ -207,12 +207,12 @@ def check_report_notes(report: Mapping[str, Any]) -> list[str]:
     if report["rerouted_seeds"]:
         seeds = ", ".join(map(str, report["rerouted_seeds"]))
         notes.append(
-            f"With seed {seeds} rounding sent a token to another expert, as it may; "
+            f"With seed {seeds} tokens chose another expert, as rounding may decide in a near-tie; "
             f"this is seed {report['seed']}."
         )
     notes += [
-        f"In step {it['step']} {it['tokens']} of {it['of']:,} choices of an expert in layer "
-        f"{it['layer']} fell otherwise: in a near-tie rounding decides."
+        f"In step {it['step']}, layer {it['layer']}, {it['tokens']} of {it['of']:,} choices of an "
+        "expert fell otherwise, as rounding may decide in a near-tie."
         for it in report["rerouted"][:5]
     ]
     for row in report["ledger_differences"][:5]:

@@ -18,9 +18,9 @@ import pickle
 import re
 import shutil
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,24 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fivefold.errors import UserError
 from fivefold.model.config import ModelConfig
@@ -204,7 +215,7 @@ def _write(trainer: Trainer, folder: Path) -> None:
     planner = _SavePlanner(set(_expected(trainer.config)))
     writer = filesystem.FileSystemWriter(folder, overwrite=False)
     try:
-        state_dict_saver.save(state_dict(trainer), storage_writer=writer, planner=planner)
+        state_dict_saver.save(pieces(trainer), storage_writer=writer, planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if isinstance(cause, OSError):
@@ -256,30 +267,47 @@ def _set_aside(folder: Path) -> Path:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Adds a check to DCP's own: it takes a piece from one of the ranks that hold it, whether
-    or not they agree, and does not know which tensors there must be."""
+    """Plans to save `Piece`s. Adds a check to DCP's own: that takes a piece from one of the ranks
+    that hold it, whether or not they agree, and does not know which tensors there must be."""
+
+    state_dict: dict[str, Piece]
 
     def __init__(self, expected: set[str]) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._expected = expected
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        checksums = {item.index: _checksum(self.lookup_object(item.index)) for item in plan.items}
-        return replace(plan, planner_data=checksums)
+        pieces = {name: piece for name, piece in self.state_dict.items() if piece.local.numel()}
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, piece.offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=piece.chunk,
+                    properties=TensorProperties.create_from_tensor(piece.local),
+                    size=torch.Size(piece.shape),
+                ),
+            )
+            for name, piece in pieces.items()
+        ]
+        checksums = [_checksum(piece.local) for piece in pieces.values()]
+        return SavePlan(items, planner_data=checksums)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         first_holder: dict[MetadataIndex, tuple[int, int]] = {}
         for rank, plan in enumerate(all_plans):
-            for index, checksum in plan.planner_data.items():
-                other, its_checksum = first_holder.setdefault(index, (rank, checksum))
-                if checksum != its_checksum:
-                    raise ValueError(f"ranks {other} and {rank} hold different {index.fqn}")
+            for item, checksum in zip(plan.items, plan.planner_data, strict=True):
+                holder, expected = first_holder.setdefault(item.index, (rank, checksum))
+                if checksum != expected:
+                    raise ValueError(f"ranks {holder} and {rank} hold different {item.index.fqn}")
         names = {index.fqn for index in first_holder}
         if names != self._expected:
             different = sorted(names ^ self._expected)
             raise ValueError(f"{len(different)} tensors too few or too many: {different[:3]}")
         return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
 
 
 def _checksum(x: Tensor) -> int:
@@ -295,7 +323,7 @@ def load(trainer: Trainer, saved: Saved) -> None:
     UserError if a file cannot be read; the trainer is then of no use."""
     try:
         state_dict_loader.load(
-            state_dict(trainer), storage_reader=_Reader(saved.folder), planner=_LoadPlanner()
+            pieces(trainer), storage_reader=_Reader(saved.folder), planner=_LoadPlanner()
         )
     except CheckpointException as error:
         rank, cause = _first_failure(error)
@@ -306,12 +334,32 @@ def load(trainer: Trainer, saved: Saved) -> None:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)  # and a tensor that is missing is an error
+    """Plans to load into `Piece`s. All of them must be in the checkpoint."""
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        # DCP would unpickle it, and there are only tensors in our checkpoints.
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+    state_dict: dict[str, Piece]
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        self.state_dict, self.metadata = state_dict, metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, piece in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(saved, TensorStorageMetadata) or saved.size != piece.shape:
+                raise ValueError(f"there is no {name} of shape {tuple(piece.shape)}")
+            if piece.local.numel():
+                items += create_read_items_for_chunk_list(name, saved, [piece.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
 
 
 class _Reader(filesystem.FileSystemReader):
@@ -327,8 +375,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
         StorageMeta,
         TensorStorageMetadata,
         dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
+        ChunkStorageMetadata,
+        TensorProperties,
         dcp_metadata._MEM_FORMAT_ENCODING,
         filesystem._StorageInfo,
         torch.Size,
@@ -365,38 +413,68 @@ def read_metadata(folder: Path) -> Metadata:
 # --- what is saved -----------------------------------------------------------------------------
 
 
-def state_dict(trainer: Trainer) -> dict[str, Tensor]:
-    """This rank's weights and AdamW's state of them, by global name. The tensors share memory with
-    the trainer's own, and those that are split know their place in the whole."""
-    state: dict[str, Tensor] = {}
+@dataclass(frozen=True)
+class Piece:
+    """What this rank has of a tensor. DCP knows such pieces as local values of a DTensor, but
+    (torch 2.13) gets the place of uneven FSDP shards of a tensor-parallel part wrong."""
+
+    local: Tensor  # shares memory with the trainer's own
+    offset: tuple[int, ...]  # of its first element in the whole tensor
+    shape: tuple[int, ...]  # of the whole tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)
+
+
+def pieces(trainer: Trainer) -> dict[str, Piece]:
+    """What this rank has of the weights and of AdamW's state, by global name."""
+    held: dict[str, Piece] = {}
     for stage in trainer.stages.values():
         for name, p in stage.named_parameters():
+            offset, shape = offset_in_whole(p), tuple(p.shape)
             adam = trainer.optimizer.state(name)
-            state[name] = _in_whole(p, local_tensor(p))
-            state[f"{name}.exp_avg"] = _in_whole(p, adam["exp_avg"])
-            state[f"{name}.exp_avg_sq"] = _in_whole(p, adam["exp_avg_sq"])
-            state[f"{name}.step"] = adam["step"]
-    return state
+            held[name] = Piece(local_tensor(p), offset, shape)
+            held[f"{name}.exp_avg"] = Piece(adam["exp_avg"], offset, shape)
+            held[f"{name}.exp_avg_sq"] = Piece(adam["exp_avg_sq"], offset, shape)
+            held[f"{name}.step"] = Piece(adam["step"], (), ())
+    return held
 
 
-def _expected(config: ModelConfig) -> dict[str, torch.Size]:
-    """The names and whole shapes of what all ranks together save."""
-    expected: dict[str, torch.Size] = {}
-    for name, shape in parameter_shapes(config).items():
-        expected |= dict.fromkeys(
-            (name, f"{name}.exp_avg", f"{name}.exp_avg_sq"), torch.Size(shape)
-        )
-        expected[f"{name}.step"] = torch.Size([])
-    return expected
+def offset_in_whole(p: Tensor) -> tuple[int, ...]:
+    """Where in the whole parameter this rank's part begins.
 
-
-def _in_whole(p: Tensor, local: Tensor) -> Tensor:
-    """`local` with the place of p's local values in the whole parameter."""
+    FSDP2 shards what the other splits have left to a rank. Where both go along one dimension, it
+    says so by the placement _StridedShard, though its mesh dimension comes first.
+    """
     if not isinstance(p, DTensor):
-        return local
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+        return (0,) * p.dim()
+    coordinate = p.device_mesh.get_coordinate()
+    assert coordinate is not None
+    splits = [
+        split
+        for split in zip(p.placements, coordinate, p.device_mesh.shape, strict=True)
+        if not split[0].is_replicate()
+    ]
+    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
+    offset, sizes = [0] * p.dim(), list(p.shape)
+    for placement, index, parts in splits:
+        dim = cast(Shard, placement).dim
+        largest = -(-sizes[dim] // parts)
+        start = min(index * largest, sizes[dim])
+        offset[dim] += start
+        sizes[dim] = min(largest, sizes[dim] - start)
+    assert p.to_local().shape == tuple(sizes)
+    return tuple(offset)
+
+
+def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The names and whole shapes of what all ranks together save."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(config).items():
+        expected |= dict.fromkeys((name, f"{name}.exp_avg", f"{name}.exp_avg_sq"), shape)
+        expected[f"{name}.step"] = ()
+    return expected
 
 
 # --- small helpers -----------------------------------------------------------------------------

@@ -102,12 +102,6 @@ class Reporter:
             self._task = self._bar.add_task("", completed=finished_steps, total=run.steps)
             self._bar.start()
 
-    def say(self, text: str) -> None:
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.console.print(text, markup=False, highlight=False)
-
     def step(self, metrics: StepMetrics) -> None:
         self._recent.append(metrics)
         if metrics.step > self._first:
@@ -154,19 +148,24 @@ class Reporter:
             if last.step == self._first
             else f"steps {self._first} to {last.step}"
         )
-        self.say(
+        print(
             f"{done} in {time.monotonic() - self._started:.1f} s: loss {last.loss:.4f}, "
             f"{tokens / seconds:,.0f} tokens/s, "
-            f"peak memory {peak_memory_bytes / 1e6:,.0f} MB a rank"
+            f"peak memory {peak_memory_bytes / 1e6:,.0f} MB a rank",
+            flush=True,
         )
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._stop_bar()
         if self._file is not None:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def _bar() -> Progress:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.layout.mesh import Axes, make_axes
+from fivefold.layout.mesh import make_axes
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers, stage_ranges
 from fivefold.ledger import Ledger

@@ -256,7 +256,7 @@ def _dense(layer: Layer) -> list[nn.Parameter]:
 
 def _sum_together(grads: list[Tensor], axis: Axis) -> None:
     """Sum several small gradients over an axis in one message."""
-    if axis.size == 1 or not grads:
+    if axis.size == 1 or not any(g.numel() for g in grads):  # a last shard can be empty
         return
     flat = torch.cat([g.reshape(-1) for g in grads])
     comm.all_reduce(flat, axis)

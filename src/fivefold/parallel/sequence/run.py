@@ -214,9 +214,8 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, heads, d] -> [b, heads, s, d]; fp32 on CPUs, whose bf16 attention is far slower."""
-    x = x.permute(1, 2, 0, 3)
-    return x.float() if x.device.type == "cpu" else x.contiguous()
+    """[s, b, heads, d] -> [b, heads, s, d]."""
+    return x.permute(1, 2, 0, 3)
 
 
 def _sequence_first(x: Tensor) -> Tensor:

@@ -1,0 +1,175 @@
+"""Field cases of messages: empty ones, schedules under random delays, and who reads what."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import UserError
+from fivefold.layout.mesh import make_axes
+from fivefold.layout.notation import Layout
+from fivefold.parallel import comm
+from fivefold.parallel.comm import Recorder
+from fivefold.parallel.expert.run import ExpertExchange
+from fivefold.train.check import RankRecord, compare, record
+from fivefold.train.data.samples import Batch, Samples, data_hash
+from fivefold.train.launch import launch
+from tests.parity.harness import (
+    TINY_D,
+    assert_within_limits,
+    layout_for,
+    make_trainer,
+    one_process,
+    random_samples,
+)
+
+# Empty messages
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[0, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]],
+        [[0, 0, 0, 0]] * 4,
+        [[1, 0, 2, 0], [0, 0, 0, 0], [3, 1, 0, 1], [0, 7, 0, 0]],
+    ],
+)
+def test_tokens_reach_experts_and_come_back_when_most_ranks_send_nothing(counts) -> None:
+    """93: an all-to-all with these splits, and the gradient through it."""
+
+    def work():
+        rank = dist.get_rank()
+        axes = make_axes(Layout(dp=4, ep=4), rank, Recorder(), kv_heads=4)
+        exchange = ExpertExchange(axes)
+        rows = torch.arange(sum(counts[rank]) * 2.0).view(-1, 2) + 100 * rank
+        rows.requires_grad_()
+        arrived, local_counts, trip = exchange.dispatch(rows, torch.tensor(counts[rank]))
+        factor = rank + 1.0
+        back = exchange.combine(arrived * factor, trip)
+        back.sum().backward()
+        return arrived.detach(), local_counts, rows.detach(), back.detach(), rows.grad
+
+    results = launch(work, 4)
+    sent = [result[2].split(count) for result, count in zip(results, counts, strict=True)]
+    for rank, (arrived, local_counts, rows, back, grad) in enumerate(results):
+        assert local_counts == [sum(count[rank] for count in counts)]
+        assert torch.equal(arrived, torch.cat([parts[rank] for parts in sent]))
+        expert = torch.arange(4.0).repeat_interleave(torch.tensor(counts[rank])).unsqueeze(1)
+        assert torch.equal(back, rows * (expert + 1))
+        assert torch.equal(grad, (expert + 1).expand_as(rows))
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 3, 0], [0, 0, 0, 0], [2, 1, 0, 4]])
+def test_rows_are_gathered_and_summed_when_ranks_have_none(counts: list[int]) -> None:
+    """93: an all-gather with zero rows, and its reverse."""
+
+    def work():
+        rank = dist.get_rank()
+        axis = make_axes(Layout(tp=4), rank, Recorder(), kv_heads=4).tp
+        gathered = comm.all_gather_rows(torch.full((counts[rank], 2), float(rank)), axis, counts)
+        return gathered, comm.reduce_scatter_rows(gathered * (rank + 1), axis, counts)
+
+    whole = torch.arange(4.0).repeat_interleave(torch.tensor(counts)).unsqueeze(1).expand(-1, 2)
+    for rank, (gathered, summed) in enumerate(launch(work, 4)):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(summed, torch.full((counts[rank], 2), rank * 10.0))
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    """93."""
+
+    def work():
+        recorder = Recorder()
+        axis = make_axes(Layout(), 0, recorder, kv_heads=4).tp
+        x = torch.arange(6.0).view(3, 2)
+        results = [
+            comm.all_reduce(x.clone(), axis),
+            comm.all_gather(x, axis),
+            comm.reduce_scatter(x, axis),
+            comm.all_to_all(x, axis),
+            comm.all_to_all_rows(x, axis, [3], [3], 3),
+            comm.all_gather_rows(x, axis, [3]),
+            comm.reduce_scatter_rows(x, axis, [3]),
+        ]
+        return all(torch.equal(x, result) for result in results), list(recorder.ledger)
+
+    assert launch(work, 1) == [(True, [])]
+
+
+# Schedules
+
+MICRO_BATCHES = (1, 2, 3, 4, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refused"),
+    [
+        ("pp4 schedule=gpipe", ()),
+        ("pp4 schedule=1f1b", ()),
+        ("pp4 vpp2", (1, 2, 3, 5)),
+    ],
+)
+def test_a_schedule_finishes_right_whenever_its_ranks_come(
+    schedule: str, refused: tuple[int, ...]
+) -> None:
+    """95: 4 stages and 1, 2, 3, 4, 5, 8 micro-batches, with a sleep of 0 to 50 ms on each rank
+    before each action; or refused before anything starts."""
+    for micro_batches in refused:
+        with pytest.raises(UserError, match="the nearest that work"):
+            layout_for(schedule, TINY_D, random_samples(128, micro_batches))
+    allowed = [m for m in MICRO_BATCHES if m not in refused]
+
+    def work() -> list[RankRecord]:
+        sleeps = random.Random(dist.get_rank())
+        records = []
+        for micro_batches in allowed:
+            samples = random_samples(128, micro_batches)
+            trainer = make_trainer(TINY_D, layout_for(schedule, TINY_D, samples), samples)
+            trainer.pipeline.before = lambda action: time.sleep(sleeps.uniform(0, 0.05))
+            records.append(record(trainer, 1))
+        return records
+
+    by_rank = launch(work, 4)
+    for micro_batches, split in zip(allowed, zip(*by_rank, strict=True), strict=True):
+        one = one_process(TINY_D, random_samples(128, micro_batches), 1)
+        assert_within_limits(compare(one, split), f"{schedule}, {micro_batches} micro-batches")
+
+
+# Data
+
+READ: list[tuple[list[int], str]] = []
+
+
+class WatchedSamples(Samples):
+    """Writes down what is read."""
+
+    def read(self, ids: np.ndarray) -> Batch:
+        batch = super().read(ids)
+        READ.append((ids.tolist(), data_hash(batch)))
+        return batch
+
+
+@pytest.mark.parametrize("layout", ["tp2 dp2", "ring2 dp2", "ulysses2 dp2", "pp2 dp2"])
+def test_ranks_of_one_model_replica_read_the_same_samples_and_others_read_others(
+    layout: str,
+) -> None:
+    """99: the same hash inside a model-parallel group, other samples across DP, and all of them
+    together the global batch."""
+    samples = random_samples(128, kind=WatchedSamples)
+
+    def work():
+        trainer = make_trainer(TINY_D, layout_for(layout, TINY_D, samples), samples)
+        trainer.gradients(0)
+        return trainer.axes.coordinates["dp"], READ
+
+    by_replica: dict[int, list] = {}
+    for replica, read in launch(work, 4):
+        by_replica.setdefault(replica, []).append(read)
+    assert all(first == second for first, second in by_replica.values())
+    ids = [[i for batch, _ in reads[0] for i in batch] for reads in by_replica.values()]
+    assert len(ids) == 2 and sorted(ids[0] + ids[1]) == sorted(samples.ids(0).tolist())
