@@ -394,6 +394,21 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_the_old_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_a_folder_that_nodes_do_not_share_is_told(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = checkpoint._complete
+
+    def without_the_other_nodes_file(aside: Path, saved: checkpoint.Saved) -> str | None:
+        (aside / "__1_0.distcp").unlink()
+        return complete(aside, saved)
+
+    monkeypatch.setattr(checkpoint, "_complete", without_the_other_nodes_file)
+    with pytest.raises(UserError, match=r"1 files of the checkpoint, such as __1_0\.distcp, are"):
+        run_ranks("dp2", DENSE, make_samples(tokens), lambda trainer: save(trainer, 1, tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def make_checkpoints(folder: Path, numbers: list[int]) -> None:
     """Folders that look like checkpoints."""
     for step in numbers:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +181,28 @@ def test_tensorboard_that_is_not_installed_is_told_in_one_sentence(
     check_tensorboard(make_run(tmp_path))
     with pytest.raises(UserError, match="pip install tensorboard"):
         check_tensorboard(make_run(tmp_path, tensorboard=True, out=str(tmp_path)))
+
+
+def test_tensorboard_gets_each_number_and_drops_steps_that_are_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path / "tensorboard"), 3)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            shown.append((name, value, step))
+
+        def close(self) -> None:
+            shown.append(("closed", 0, 0))
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    report(make_run(tmp_path, tensorboard=True, out=str(tmp_path)), [step_metrics(3)])
+    assert ("loss", 3.25, 3) in shown and ("tokens_per_s", 2000.0, 3) in shown
+    assert shown[-1][0] == "closed"
 
 
 # --- devices -----------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.model.config import ModelConfig
+from fivefold.model.dropout import Dropout
 from fivefold.model.layers import MLP, Attention, Embedding, RMSNorm
 from fivefold.model.linear import Entry, linears
 from fivefold.model.loss import Join, cross_entropy, no_join
 from fivefold.model.moe import MoE
 from fivefold.model.rope import rope_frequencies
+
+NO_DROPOUT = Dropout(0.0, seed=0)
 
 
 @dataclass
@@ -31,6 +34,8 @@ class MicroBatch:
     mask: list[Tensor] | Tensor | None  # for the attention's core, with packed documents
     sequence_length: int  # of the whole sequences
     valid: Tensor  # float [batch]: tokens of each whole sequence that count in the loss
+    token_ids: Tensor  # int64 [sequence between layers, batch]: places in the global batch
+    step: int
 
 
 def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +48,9 @@ def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tenso
 class Layer(nn.Module):
     """One decoder layer: attention, then an MLP or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, index: int, recompute: str) -> None:
+    def __init__(self, config: ModelConfig, index: int, recompute: str, dropout: Dropout) -> None:
         super().__init__()
+        self.index, self.dropout = index, dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -64,12 +70,18 @@ class Layer(nn.Module):
         return self._compute(x, batch)
 
     def _compute(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        x = x + self.self_attn(self.input_layernorm(x), batch.angles, batch.mask)
+        y = self.self_attn(self.input_layernorm(x), batch.angles, batch.mask)
+        x = x + self._drop(y, batch, "attention")
         h = self.post_attention_layernorm(x)
+        balance = None
         if self.is_moe:
             y, balance = self.mlp(h, batch.sequence_length, batch.valid)
-            return x + y, balance
-        return x + self.mlp(h), None
+        else:
+            y = self.mlp(h)
+        return x + self._drop(y, batch, "mlp"), balance
+
+    def _drop(self, y: Tensor, batch: MicroBatch, part: str) -> Tensor:
+        return self.dropout.apply(y, batch.token_ids, batch.step, f"{self.index}.{part}")
 
 
 class Body(nn.Module):
@@ -83,11 +95,12 @@ class Body(nn.Module):
         last: bool,
         recompute: str,
         dtype: torch.dtype,
+        dropout: Dropout,
     ) -> None:
         super().__init__()
         if has_table:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleDict({str(i): Layer(config, i, recompute) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(config, i, recompute, dropout) for i in layers})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -103,11 +116,12 @@ class Stage(nn.Module):
         last: bool,
         recompute: str = "none",
         dtype: torch.dtype = torch.float32,
+        dropout: Dropout = NO_DROPOUT,
     ) -> None:
         super().__init__()
         self.first, self.last, self.tied = first, last, config.tied_embeddings
         has_table = first or (last and self.tied)
-        self.model = Body(config, layers, has_table, last, recompute, dtype)
+        self.model = Body(config, layers, has_table, last, recompute, dtype, dropout)
         if last and not self.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.entry: Entry | None = None  # of the head

@@ -459,6 +459,7 @@ def _trainer(prepared: Prepared, precision: str) -> Trainer:
         dist.get_rank(),
         Recorder(on_call=_now_in),
         torch.device(prepared.device),
+        prepared.run.dropout,
     )
     where.coordinates = trainer.axes.describe()
     return trainer

@@ -230,6 +230,7 @@ def train_rank(prepared: Prepared, start: Saved | None) -> None:
         dist.get_rank(),
         Recorder(on_call=_now_in),
         _torch_device(prepared.device),
+        run.dropout,
     )
     where.coordinates = trainer.axes.describe()
     if start is not None:

@@ -82,6 +82,7 @@ class Run(Section):
     optimizer: Optimizer
     lr_schedule: LrSchedule = LrSchedule()
     precision: Literal["fp32", "bf16"] = "fp32"
+    dropout: Decay = 0.0  # of what attention and MLP add to the hidden states
     seed: NonNegativeInt = 0
     checkpoint: Checkpoint = Checkpoint()
     log_every: PositiveInt = 1  # steps

@@ -14,6 +14,7 @@ from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers, stage_ranges
 from fivefold.ledger import Ledger
 from fivefold.model.config import ModelConfig
+from fivefold.model.dropout import Dropout
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
@@ -61,9 +62,11 @@ class Trainer:
         rank: int,
         recorder: Recorder,
         device: torch.device,
+        dropout: float = 0.0,
     ) -> None:
         self.config, self.layout, self.samples, self.device = config, layout, samples, device
         self.clip = optimizer.clip
+        self.dropout = Dropout(dropout, seed)
         self.recorder = recorder
         self.axes = make_axes(layout, rank, recorder, config.num_kv_heads)
         self.dtype = DTYPES[precision]
@@ -102,6 +105,7 @@ class Trainer:
                 last=index == layout.stages - 1,
                 recompute=layout.recompute,
                 dtype=self.dtype,
+                dropout=self.dropout,
             )
         tensor.apply(stage, self.axes, self.shards)
         sequence.apply(stage, self.axes)
@@ -143,9 +147,13 @@ class Trainer:
         ids = self.samples.ids_for(
             step, place["dp"], layout.dp, layout.micro_batch, layout.accumulation
         )
-        return [self._micro_batch(self.samples.read(row)) for row in ids]
+        places = np.arange(layout.global_batch).reshape(-1, layout.dp, layout.micro_batch)
+        return [
+            self._micro_batch(self.samples.read(row), place_in_batch, step)
+            for row, place_in_batch in zip(ids, places[:, place["dp"]], strict=True)
+        ]
 
-    def _micro_batch(self, batch: Batch) -> MicroBatch:
+    def _micro_batch(self, batch: Batch, places: np.ndarray, step: int) -> MicroBatch:
         place, layout = self.axes.coordinates, self.layout
         length = batch.tokens.shape[1]
         held = context_positions(
@@ -165,6 +173,9 @@ class Trainer:
                 positions = torch.from_numpy(held).to(self.device).unsqueeze(1)
                 self._angles = rotary_angles(self.config, positions)
             angles = self._angles
+        token_ids = part(places[:, None] * length + np.arange(length))
+        if layout.sp:
+            token_ids = token_ids.chunk(layout.tp)[place["tp"]]
         valid = (batch.labels != IGNORED).sum(1).astype(np.float32)
         return MicroBatch(
             tokens=part(batch.tokens),
@@ -173,6 +184,8 @@ class Trainer:
             mask=mask,
             sequence_length=length,
             valid=torch.from_numpy(valid).to(self.device),
+            token_ids=token_ids,
+            step=step,
         )
 
     def _total(self, sums: StepSums, parameters: list[LocalParameter]) -> Tensor:

@@ -88,4 +88,3 @@ def _before_last_backward(work: Work, weight: Weight, in_layer: bool) -> StateBy
     if work.layout.zero == 1 and accumulates:
         gradients = FP32 * weight.elements(work)
     return replace(state, weights=state.weights + gathered, gradients=gradients)
-
