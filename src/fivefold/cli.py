@@ -144,12 +144,14 @@ def check(
             check_report_notes,
             check_report_table,
             ledger_tables,
+            memory_table,
         )
 
         console = Console(highlight=False)
         console.print(check_report_table(report), "")
         for table in ledger_tables(report["ledger"]):
             console.print(table, "")
+        console.print(memory_table(report["memory"]), "")
         console.print(*check_report_notes(report), sep="\n")
     raise typer.Exit(0 if report["ok"] else 1)
 

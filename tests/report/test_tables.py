@@ -163,6 +163,7 @@ def report(**changes) -> dict[str, Any]:
         comparison=comparison,
         ledger=[],
         ledger_differences=[{"pp_rank": 1, "rank": 4, **row}],
+        memory=[],
         seed=2,
         rerouted_seeds=[0, 1],
         one_process_s=1.5,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.ledger import Ledger, Transfer
+from fivefold.parallel.data.memory import StateBytes
 from fivefold.parallel.data.run import DataParallel
 from fivefold.parallel.expert import cost as expert_cost
 from fivefold.parallel.tensor import cost as tensor_cost
@@ -38,6 +39,7 @@ SIZES = {
 DENSE = {**SIZES, "model_type": "qwen3", "intermediate_size": 64, "head_dim": 8}
 MIXTURE = {**SIZES, "model_type": "mixtral", "intermediate_size": 16, "num_local_experts": 4}
 MIXTURE |= {"num_experts_per_tok": 2}
+NO_STATE = StateBytes(0, 0, 0)
 
 
 @pytest.fixture
@@ -231,7 +233,7 @@ def test_copies_that_differ_in_their_last_bit_are_named() -> None:
 def record_of(gradient: list[float], weight: list[float], norm: float = 1.0) -> RankRecord:
     result = StepResult(loss=2.0, balance_loss=0.0, grad_norm=norm, tokens=8, skipped=False)
     gradients = {"g": piece((0,), gradient), "tiny": piece((0,), [1e-9, 0, 0, 0])}
-    return RankRecord([result], gradients, {"w": piece((0,), weight)}, Ledger(), [{}])
+    return RankRecord([result], gradients, {"w": piece((0,), weight)}, Ledger(), NO_STATE, [{}])
 
 
 ONE = record_of([1, 2, 3, 4], [0, 0, 0, 0])

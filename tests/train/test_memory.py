@@ -18,6 +18,7 @@ from tests.parallel.dry import (
 
 LAYOUTS = [
     "dp2 ga2",
+    "tp2 ga2",
     "dp2 zero1 ga2",
     "dp2 zero2 ga2",
     "dp2 zero3 ga2",
@@ -67,3 +68,13 @@ def test_state_memory_is_within_a_percent_of_the_plan(
             assert_close(measure(trainer), total([after_step(w) for w in works]))
         if seen:
             assert_close(seen[-1], total([before_last_backward(w) for w in works]))
+
+
+def test_experts_that_are_elsewhere_take_no_memory() -> None:
+    layout = parse("dp2 ep2 tp2 ga2")
+    config = tiny_mixture()
+    with fake_world(0, layout.world_size):
+        trainer = dry_trainer(config, layout, 0, "fp32")
+        trainer.step(0, lr=1e-3)
+        works = rank_work(config, layout, SEQUENCE_LENGTH, 0, "fp32")
+        assert_close(measure(trainer), total([after_step(w) for w in works]))

@@ -46,7 +46,8 @@ def local_slice(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
     for place, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
             whole = whole.chunk(size, placement.dim)[place]
-    return whole.contiguous()
+    # A copy: a view would keep the whole alive.
+    return whole.clone(memory_format=torch.contiguous_format)
 
 
 def materialise(stage: Stage, shards: Shards, seed: int, device: torch.device) -> None:

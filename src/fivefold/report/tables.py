@@ -194,6 +194,20 @@ def check_report_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What weights, gradients and optimizer state take on a rank after a step."""
+    table = _table("memory of a rank after a step")
+    table.add_column("pp", justify="right")
+    table.add_column("what")
+    for column in ("predicted", "measured"):
+        table.add_column(column, justify="right")
+    table.add_column("within 1 %")
+    for row in rows:
+        sizes = (format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"]))
+        table.add_row(str(row["pp_rank"]), row["kind"], *sizes, _verdict(row["agrees"]))
+    return table
+
+
 def check_report_notes(report: Mapping[str, Any]) -> list[str]:
     """How it was compared, and what came out, a sentence each."""
     optimizer = report["optimizer"]

@@ -27,6 +27,8 @@ from fivefold.layout.ranks import coordinates
 from fivefold.ledger import Ledger
 from fivefold.model.config import ModelConfig
 from fivefold.parallel.cost import ledger as predicted_ledger
+from fivefold.parallel.data.memory import StateBytes, after_step
+from fivefold.parallel.work import rank_work
 from fivefold.report.tables import ledger_rows
 from fivefold.train.launch import joined_by_torchrun, launch, where
 from fivefold.train.prepare import Prepared, prepare_run
@@ -48,6 +50,9 @@ LIMITS = {
     "max_weight_abs_diff": 1e-5,
 }
 """The largest differences that count as rounding, by their key in a report."""
+
+MEMORY_LIMIT = 0.01
+"""The largest difference of memory from its plan, as a part of the plan."""
 
 SEEDS = 3
 """Seeds tried. Where two experts' probabilities are equal but for rounding, a token may choose
@@ -81,12 +86,15 @@ class RankRecord:
     gradients: dict[str, Piece]
     weights: dict[str, Piece]
     ledger: Ledger  # of the last step
+    memory: StateBytes  # after the last step
     expert_loads: list[dict[int, NDArray[np.int64]]]
     """For each step the tokens that this rank computed for each expert, by layer."""
 
 
 def record(trainer: Trainer, steps: int) -> RankRecord:
     """Take `steps` steps and write everything down. Every rank of the world calls this."""
+    from fivefold.train.memory import measure
+
     loads = _ExpertLoads(trainer)
     _, parameters = trainer.gradients(0)
     gradients = {x.name: _piece(x.parameter, x.grad) for x in parameters}
@@ -98,7 +106,8 @@ def record(trainer: Trainer, steps: int) -> RankRecord:
         expert_loads.append(loads.by_layer)
     for piece in gradients.values():
         np.divide(piece.values, max(results[0].tokens, 1), out=piece.values)
-    return RankRecord(results, gradients, weight_pieces(trainer), trainer.ledger, expert_loads)
+    weights = weight_pieces(trainer)
+    return RankRecord(results, gradients, weights, trainer.ledger, measure(trainer), expert_loads)
 
 
 def weight_pieces(trainer: Trainer) -> dict[str, Piece]:
@@ -321,6 +330,43 @@ def _fixed(ledger: Ledger) -> Ledger:
     return Ledger(transfer for transfer in ledger if not transfer.routed)
 
 
+def compare_memory(
+    config: ModelConfig,
+    layout: Layout,
+    sequence_length: int,
+    precision: str,
+    measured: Sequence[StateBytes],
+) -> list[dict[str, Any]]:
+    """Hold what weights, gradients and optimizer state take on each rank after a step against
+    the plan: the rank of each pipeline rank and kind that is furthest from it."""
+    rows = []
+    for pp_rank in range(layout.pp):
+        for kind in ("weights", "gradients", "optimizer"):
+            pairs = [
+                (_planned_memory(config, layout, sequence_length, rank, precision, kind), state)
+                for rank, state in enumerate(getattr(state, kind) for state in measured)
+                if coordinates(layout, rank)["pp"] == pp_rank
+            ]
+            predicted, found = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+            rows.append(
+                {
+                    "pp_rank": pp_rank,
+                    "kind": kind,
+                    "predicted_bytes": predicted,
+                    "measured_bytes": found,
+                    "agrees": abs(found - predicted) <= MEMORY_LIMIT * predicted,
+                }
+            )
+    return rows
+
+
+def _planned_memory(
+    config: ModelConfig, layout: Layout, sequence_length: int, rank: int, precision: str, kind: str
+) -> int:
+    works = rank_work(config, layout, sequence_length, rank, precision)
+    return sum(int(getattr(after_step(work), kind)) for work in works)
+
+
 # --- the command -------------------------------------------------------------------------------
 
 
@@ -334,6 +380,7 @@ class CheckReport:
     comparison: Comparison
     ledger: list[dict[str, Any]]
     ledger_differences: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
     seed: int
     rerouted_seeds: list[int]  # tried before, see `SEEDS`
     one_process_s: float  # wall seconds, start-up included
@@ -341,7 +388,8 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        return self.comparison.ok and not self.ledger_differences
+        memory_agrees = all(row["agrees"] for row in self.memory)
+        return self.comparison.ok and not self.ledger_differences and memory_agrees
 
     def as_dict(self) -> dict[str, Any]:
         """The report with stable keys; a difference that is no finite number is None."""
@@ -360,6 +408,7 @@ class CheckReport:
             "limits": LIMITS,
             "ledger": self.ledger,
             "ledger_differences": self.ledger_differences,
+            "memory": self.memory,
             "seed": self.seed,
             "rerouted_seeds": self.rerouted_seeds,
             "one_process_s": self.one_process_s,
@@ -409,6 +458,13 @@ def _check_seed(prepared: Prepared, steps: int, rerouted_seeds: list[int]) -> Ch
         comparison=compare(one, split),
         ledger=rows,
         ledger_differences=differences,
+        memory=compare_memory(
+            prepared.config,
+            layout,
+            run.data.sequence_length,
+            run.precision,
+            [rank.memory for rank in split],
+        ),
         seed=run.seed,
         rerouted_seeds=rerouted_seeds,
         one_process_s=one_process_s,
@@ -432,6 +488,8 @@ def _run(prepared: Prepared, layout: Layout, steps: int) -> tuple[list[RankRecor
 
 def run_rank(prepared: Prepared, steps: int) -> RankRecord:
     """What each process does."""
+    from fivefold.train.memory import measure
+
     precision = prepared.run.precision
     ranks_record = record(_trainer(prepared, "fp32"), steps)
     if precision == "fp32":
@@ -439,7 +497,7 @@ def run_rank(prepared: Prepared, steps: int) -> RankRecord:
     trainer = _trainer(prepared, precision)
     for step in range(2):  # the first has to get the weights ready for those that follow
         trainer.step(step, PARITY.lr)
-    return replace(ranks_record, ledger=trainer.ledger)
+    return replace(ranks_record, ledger=trainer.ledger, memory=measure(trainer))
 
 
 def _trainer(prepared: Prepared, precision: str) -> Trainer:
