@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -95,6 +96,7 @@ class Measurement:
     cpu_s: float  # a step, summed over ranks
     wall_s: float  # a step
     system_s: float  # of cpu_s what the kernel took
+    gloo_s: float  # of cpu_s what gloo's own threads took
     page_faults: float  # a step, summed over ranks
 
 
@@ -102,14 +104,12 @@ def measure(case: Case, tokens: TokenFile, warm_up: int, steps: int) -> Measurem
     """Start the case's processes, let them take `warm_up` steps and measure `steps` more."""
     ranks = parse(case.layout).world_size if case.layout else 1
     results = launch(_work, ranks, case, tokens, warm_up, steps)
-    cpu, wall, system, faults = (np.array(results) / steps).T
-    return Measurement(cpu.sum(), wall.max(), system.sum(), faults.sum())
+    cpu, wall, *others = (np.array(results) / steps).T
+    return Measurement(cpu.sum(), wall.max(), *(each.sum() for each in others))
 
 
-def _work(
-    case: Case, tokens: TokenFile, warm_up: int, steps: int
-) -> tuple[float, float, float, float]:
-    """What one rank uses: processor and wall seconds, system seconds, page faults."""
+def _work(case: Case, tokens: TokenFile, warm_up: int, steps: int) -> list[float]:
+    """What one rank uses, in the order of Measurement."""
     step = _make(case, tokens)
     for number in range(warm_up):
         step(number, 1e-3)
@@ -117,15 +117,14 @@ def _work(
     before = _usage()
     for number in range(warm_up, warm_up + steps):
         step(number, 1e-3)
-    return tuple(b - a for a, b in zip(before, _usage(), strict=True))  # pyright: ignore
+    return [after - start for start, after in zip(before, _usage(), strict=True)]
 
 
-def _usage() -> tuple[float, float, float, float]:
-    import resource  # not on Windows
-
+def _usage() -> list[float]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu = usage.ru_utime + usage.ru_stime
-    return cpu, time.perf_counter(), usage.ru_stime, float(usage.ru_minflt)
+    other_threads = cpu - time.thread_time()
+    return [cpu, time.perf_counter(), usage.ru_stime, other_threads, usage.ru_minflt]
 
 
 def _make(case: Case, tokens: TokenFile) -> Callable[[int, float], object]:
@@ -189,7 +188,12 @@ def run(cases: list[Case], rounds: int, steps: int) -> dict:
                 measured[case.name].append(measure(case, tokens, warm_up=2, steps=steps))
         start_up = start_up_s(tokens)
     rows = [summary(case, measured) for case in cases]
-    return {"torch": torch.__version__, "cores": os.cpu_count(), "start_up_s": start_up, "rows": rows}
+    return {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "start_up_s": start_up,
+        "rows": rows,
+    }
 
 
 def summary(case: Case, measured: dict[str, list[Measurement]]) -> dict:
@@ -213,9 +217,9 @@ def summary(case: Case, measured: dict[str, list[Measurement]]) -> dict:
 
 def as_markdown(result: dict) -> str:
     lines = [
-        "| case | CPU s/step | of it system | page faults | tokens/s | ratio (min..max) | to "
+        "| case | CPU s/step | of it kernel | of it gloo threads | page faults | tokens/s | ratio (min..max) | to "
         "| target | best peer |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         ratio = against = target = peer = "-"
@@ -225,7 +229,7 @@ def as_markdown(result: dict) -> str:
             target = "-" if row["target"] is None else f"{row['target']:.2f}"
         lines.append(
             f"| {row['name']} | {row['cpu_s']:.3f} | {row['system_s']:.3f} "
-            f"| {row['page_faults']:,.0f} | {row['tokens_per_s']:,.0f} | {ratio} | {against} "
+            f"| {row['gloo_s']:.3f} | {row['page_faults']:,.0f} | {row['tokens_per_s']:,.0f} | {ratio} | {against} "
             f"| {target} | {peer} |"
         )
     lines.append("")

@@ -167,7 +167,7 @@ def test_a_resumed_run_is_the_run_that_was_never_broken(
     assert checkpoints(values) == [4, 6]
 
     train(make(values, checkpoint={"resume": True}))
-    assert "after step 6, and the run has 6: all done" in capfd.readouterr().out
+    assert "step-000006 is after step 6 and the run has 6: all done" in capfd.readouterr().out
 
 
 def test_a_run_resumes_in_a_pipeline(values: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ inside a layer all arithmetic is on local tensors. Its gradient goes one of two 
   (ZeRO 0): layers add into it directly, over micro-batches and uses, which saves a tensor and
   an addition a weight, and makes accumulation fp32 whatever the compute precision;
 - to `.grad` through autograd, where FSDP2 looks for it (ZeRO 1-3).
+
+Where there is a `main_grad` there is a `main_value` too, the local values as a plain tensor: to ask
+a DTensor for them in each use of each weight costs processor time that shows in small models.
 """
 
 from __future__ import annotations
@@ -52,19 +55,21 @@ def differentiable(p: Tensor) -> Tensor:
 def compute_value(p: Tensor, dtype: torch.dtype) -> Tensor:
     """Local values in the compute dtype. Below fp32 the copy is kept until the next step, so that
     micro-batches in flight share it."""
-    value = local_tensor(p)
-    if value.dtype == dtype or not hasattr(p, "main_grad"):
-        return value.to(dtype)
+    value = getattr(p, "main_value", None)
+    if value is None:
+        return local_tensor(p).to(dtype)
+    if value.dtype == dtype:
+        return value
     if getattr(p, "compute_copy", None) is None:
         p.compute_copy = value.to(dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return p.compute_copy  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
-    """Hand over a weight's gradient: into main_grad, or back to autograd."""
+    """Hand over a weight's gradient: into main_grad, or back to autograd in the weight's dtype."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is None:
-        return grad
+        return grad.to(p.dtype)
     main_grad += grad
     return None
 

@@ -21,6 +21,10 @@ from torch import Tensor
 
 from fivefold.ledger import Ledger, Transfer
 
+LARGE = 16_384
+"""Elements from which an all-reduce over more than two ranks sends each rank a slice to sum,
+instead of everything to everyone."""
+
 
 @dataclass
 class Recorder:
@@ -99,15 +103,13 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         work = dist.all_reduce(x, reduce_op, group=axis.group, async_op=True)
         return Pending([work], lambda: x)
-    if axis.size == 2 or x.numel() < 16_384:
-        copies = x.new_empty(axis.size, *x.shape)
-        works = _gather_directly(copies, x, axis)
-
-        def finish() -> Tensor:
-            return x.copy_(copies.amax(0) if op == "max" else _sum_in_order(copies))
-
-        return Pending(works, finish)
-    return Pending([], lambda: _all_reduce_in_two_hops(x, axis))
+    if axis.size > 2 and op == "sum" and x.numel() >= LARGE:
+        return _start_all_reduce_in_two_hops(x, axis)
+    parts = _own_and_empty(x, axis)
+    works = _exchange([x] * axis.size, parts, axis)
+    if op == "max":
+        return Pending(works, lambda: x.copy_(torch.stack(parts).amax(0)))
+    return Pending(works, lambda: _sum_in_order(parts, x))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -129,7 +131,11 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     if not _is_gloo(x):
         work = dist.all_gather_single(out, x.contiguous(), group=axis.group, async_op=True)
         return Pending([work], lambda: out)
-    return Pending(_gather_directly(copies, x, axis), lambda: out)
+    works = _exchange([x] * axis.size, list(copies), axis)
+    own = copies[axis.index]
+    if own.data_ptr() != x.data_ptr():  # FSDP2's x is a part of out
+        own.copy_(x)
+    return Pending(works, lambda: out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -141,18 +147,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if axis.size == 1 and out is None:
         return Pending([], lambda: x)
     axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x))
-    x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    x = x.contiguous()
+    slices = x.view(axis.size, *out.shape)
     if axis.recorder.dry:
-        return Pending([], lambda: out.copy_(x.view(axis.size, *out.shape)[axis.index]))
+        return Pending([], lambda: out.copy_(slices[axis.index]))
     if not _is_gloo(x):
         work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
         return Pending([work], lambda: out)
-    received = torch.empty_like(x)
-    work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
-    slices = received.view(axis.size, *out.shape)
-    return Pending([work], lambda: _sum_in_order(slices, out))
+    parts = _own_and_empty(slices[axis.index], axis)
+    works = _exchange(list(slices), parts, axis)
+    return Pending(works, lambda: _sum_in_order(parts, out))
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -162,9 +168,8 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
     if axis.recorder.dry:
         return x
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
-    return out
+    rows = [x.shape[0] // axis.size] * axis.size
+    return _all_to_all(x, axis, rows, rows)
 
 
 def all_to_all_rows(
@@ -179,11 +184,20 @@ def all_to_all_rows(
         return x
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
     axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
-    out = x.new_empty(sum(receive), *x.shape[1:])
     if axis.recorder.dry:
-        return out.zero_()
-    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
-    return out
+        return x.new_zeros(sum(receive), *x.shape[1:])
+    return _all_to_all(x, axis, send, receive)
+
+
+def _all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    if not _is_gloo(x):
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+        return out
+    leaving, arriving = x.split(list(send)), out.split(list(receive))
+    works = _exchange(leaving, arriving, axis)
+    arriving[axis.index].copy_(leaving[axis.index])
+    return Pending(works, lambda: out).wait()
 
 
 def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
@@ -194,10 +208,10 @@ def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
     if axis.recorder.dry:
         return out.zero_()
-    copies = list(out.split(list(counts)))
-    for work in _exchange_directly([x.contiguous()] * axis.size, copies, axis):
-        work.wait()
-    return out
+    copies = out.split(list(counts))
+    works = _exchange([x] * axis.size, copies, axis)
+    copies[axis.index].copy_(x)
+    return Pending(works, lambda: out).wait()
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
@@ -205,14 +219,13 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return x
     axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
-    slices = list(x.contiguous().split(list(counts)))
+    slices = x.split(list(counts))
     own = slices[axis.index]
     if axis.recorder.dry:
         return own.clone()
-    received = own.new_empty(axis.size, *own.shape)
-    for work in _exchange_directly(slices, list(received), axis):
-        work.wait()
-    return _sum_in_order(received)
+    parts = _own_and_empty(own, axis)
+    works = _exchange(slices, parts, axis)
+    return Pending(works, lambda: _sum_in_order(parts, torch.empty_like(own))).wait()
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
@@ -221,15 +234,8 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     out = torch.empty_like(x)
     if axis.recorder.dry:
         return Pending([], lambda: out.copy_(x))
-    after = axis.ranks[(axis.index + 1) % axis.size]
-    before = axis.ranks[(axis.index - 1) % axis.size]
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x.contiguous(), after, group=axis.group),
-            dist.P2POp(dist.irecv, out, before, group=axis.group),
-        ]
-    )
-    return Pending(works, lambda: out)
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    return Pending(_start_messages([(x, after)], [(out, before)], axis), lambda: out)
 
 
 def start_send(x: Tensor, axis: Axis) -> Pending:
@@ -259,46 +265,57 @@ def _row_bytes(x: Tensor) -> int:
     return x.element_size() * int(torch.Size(x.shape[1:]).numel())
 
 
-def _gather_directly(copies: Tensor, x: Tensor, axis: Axis) -> list[dist.Work]:
-    x = x.contiguous()
-    return _exchange_directly([x] * axis.size, list(copies), axis)
+def _start_messages(
+    send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], axis: Axis
+) -> Sequence[dist.Work | None]:
+    """Start messages to and from ranks of the axis (by their index on it)."""
+    ops = [(dist.irecv, x, axis.ranks[index]) for x, index in receive]
+    ops += [(dist.isend, x.contiguous(), axis.ranks[index]) for x, index in send]
+    if all(_is_gloo(x) for _, x, _ in ops):
+        return [start(x, rank, group=axis.group) for start, x, rank in ops]
+    # On NCCL messages that cross must be started together, or each side waits for the other.
+    return dist.batch_isend_irecv([dist.P2POp(*op, group=axis.group) for op in ops])
 
 
-def _exchange_directly(
+def _exchange(
     send: Sequence[Tensor], receive: Sequence[Tensor], axis: Axis
-) -> list[dist.Work]:
-    """send[i] goes to rank i of the axis, receive[i] is filled from it; gloo has no self-send."""
-    works: list[dist.Work | None] = []
-    for step in range(1, axis.size):
-        to, source = (axis.index + step) % axis.size, (axis.index - step) % axis.size
-        if send[to].numel():
-            works.append(dist.isend(send[to], axis.ranks[to], group=axis.group))
-        if receive[source].numel():
-            works.append(dist.irecv(receive[source], axis.ranks[source], group=axis.group))
-    receive[axis.index].copy_(send[axis.index])
-    return [work for work in works if work is not None]
+) -> Sequence[dist.Work | None]:
+    """send[i] goes to rank i of the axis, receive[i] is filled from it. What a rank has for
+    itself stays where it is, and empty messages are not sent."""
+    others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
+    return _start_messages(
+        [(send[i], i) for i in others if send[i].numel()],
+        [(receive[i], i) for i in reversed(others) if receive[i].numel()],
+        axis,
+    )
 
 
-def _sum_in_order(copies: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum over dimension 0 in rank order, in fp32 where the values are shorter."""
-    if copies.dtype in (torch.bfloat16, torch.float16):
-        total = copies.float().sum(0).to(copies.dtype)
-        return total if out is None else out.copy_(total)
-    out = copies[0].clone() if out is None else out.copy_(copies[0])
-    for copy in copies[1:]:
-        out += copy
-    return out
+def _own_and_empty(own: Tensor, axis: Axis) -> list[Tensor]:
+    """This rank's tensor in its place among tensors to be filled by the other ranks."""
+    return [own if i == axis.index else own.new_empty(own.shape) for i in range(axis.size)]
 
 
-def _all_reduce_in_two_hops(x: Tensor, axis: Axis) -> Tensor:
+def _sum_in_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Put the sum in rank order into `out`, which may be one of the parts. Shorter floats are
+    added in fp32 and rounded once."""
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1], out=out)
+    short = out.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].to(torch.float32 if short else out.dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return out.copy_(total)
+
+
+def _start_all_reduce_in_two_hops(x: Tensor, axis: Axis) -> Pending:
     """All-to-all, local sum, all-gather: two hops for any number of ranks."""
-    flat = x.view(-1)
-    length = -(-flat.numel() // axis.size)
-    padded = flat.new_zeros(axis.size, length)
-    padded.view(-1)[: flat.numel()] = flat
-    received = torch.empty_like(padded)
-    dist.all_to_all_single(received, padded, group=axis.group)
-    own = _sum_in_order(received)
-    for work in _gather_directly(padded, own, axis):
-        work.wait()
-    return x.copy_(padded.view(-1)[: flat.numel()].view_as(x))
+    slices = x.view(-1).tensor_split(axis.size)
+    own = slices[axis.index]
+    parts = _own_and_empty(own, axis)
+    first_hop = _exchange(slices, parts, axis)
+
+    def finish() -> Tensor:
+        _sum_in_order(parts, own)
+        return Pending(_exchange([own] * axis.size, slices, axis), lambda: x).wait()
+
+    return Pending(first_hop, finish)

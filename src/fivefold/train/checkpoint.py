@@ -129,10 +129,10 @@ def check_resumable(saved: Saved, config: ModelConfig, samples: Samples) -> None
         )
     try:
         found = read_metadata(saved.folder).state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+    except Exception as error:  # whatever damage makes of a pickle
         raise UserError(
-            f"the checkpoint {saved.folder} cannot be read ({error}): move it away to resume "
-            "from an older one"
+            f"the checkpoint {saved.folder} cannot be read ({_first_sentence(error)}): move it "
+            "away to resume from an older one"
         ) from error
     lacking = [
         name
@@ -171,10 +171,14 @@ def check_room(folder: Path, config: ModelConfig, keep: int, saves: int) -> None
     fits = free // size + there - 1
     cure = f"set checkpoint.keep to {fits}" if 1 <= fits < keep else "make room, or leave out every"
     raise UserError(
-        f"{wanted} checkpoints of {size / 1e9:,.3g} GB ({BYTES_PER_PARAMETER} bytes a parameter; "
-        f"keep {keep} and the new one) need more than the {free / 1e9:,.3g} GB that are free at "
-        f"{exists}: {cure}"
+        f"{wanted} checkpoints of {_size(size)} ({BYTES_PER_PARAMETER} bytes a parameter; keep "
+        f"{keep} and the new one) need more than the {_size(free)} that are free at {exists}: "
+        f"{cure}"
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 # --- saving ------------------------------------------------------------------------------------
@@ -187,22 +191,18 @@ def save(trainer: Trainer, step: int, tokens: int, learning_rate: float, folder:
     Raises UserError if the disk refuses, and RuntimeError if ranks do not agree on the values that
     they both hold; on all ranks, and then no checkpoint has been made.
     """
-    name = f"step-{step:06d}"
-    aside = folder / _broadcast(f".{name}.{uuid.uuid4().hex[:8]}")
+    saved = Saved(
+        folder / f"step-{step:06d}",
+        step,
+        tokens,
+        str(trainer.layout),
+        learning_rate,
+        identity(trainer.config, trainer.samples),
+    )
+    aside = folder / _broadcast(f".{saved.folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         _write(trainer, aside)
-        if dist.get_rank() == 0:
-            saved = Saved(
-                folder / name,
-                step,
-                tokens,
-                str(trainer.layout),
-                learning_rate,
-                identity(trainer.config, trainer.samples),
-            )
-            failure = _complete(aside, saved)
-        else:
-            failure = None
+        failure = _complete(aside, saved) if dist.get_rank() == 0 else None
         if failure := _broadcast(failure):
             raise UserError(failure)
     except BaseException:
@@ -213,7 +213,7 @@ def save(trainer: Trainer, step: int, tokens: int, learning_rate: float, folder:
 
 def _write(trainer: Trainer, folder: Path) -> None:
     planner = _SavePlanner(set(_expected(trainer.config)))
-    writer = filesystem.FileSystemWriter(folder, overwrite=False)
+    writer = _Writer(folder, overwrite=False)
     try:
         state_dict_saver.save(pieces(trainer), storage_writer=writer, planner=planner)
     except CheckpointException as error:
@@ -264,6 +264,11 @@ def _set_aside(folder: Path) -> Path:
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
     os.rename(folder, aside)
     return aside
+
+
+class _Writer(filesystem.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # without the folder's hidden name
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -354,8 +359,12 @@ class _LoadPlanner(DefaultLoadPlanner):
             saved = self.metadata.state_dict_metadata.get(name)
             if not isinstance(saved, TensorStorageMetadata) or saved.size != piece.shape:
                 raise ValueError(f"there is no {name} of shape {tuple(piece.shape)}")
+            found: list[ReadItem] = []
             if piece.local.numel():
-                items += create_read_items_for_chunk_list(name, saved, [piece.chunk])
+                found = create_read_items_for_chunk_list(name, saved, [piece.chunk])
+            if sum(item.lengths.numel() for item in found) != piece.local.numel():
+                raise ValueError(f"a part of {name} is missing")
+            items += found
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -380,7 +389,6 @@ ALLOWED: dict[tuple[str, str], Any] = {
         dcp_metadata._MEM_FORMAT_ENCODING,
         filesystem._StorageInfo,
         torch.Size,
-        type(Path()),
         torch.serialization._get_layout,  # a look-up by name
     )
 }

@@ -416,9 +416,13 @@ def joined_by_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def processes_of_torchrun() -> int:
+    return _number("WORLD_SIZE")
+
+
 def check_world_size(layout_world_size: int) -> None:
     """Refuse, before any process group is made, a number of processes the layout is not for."""
-    started = _number("WORLD_SIZE")
+    started = processes_of_torchrun()
     if started != layout_world_size:
         raise UserError(
             f"the layout is for {layout_world_size} ranks, but {started} were started "

@@ -24,6 +24,7 @@ from fivefold.train.launch import (
     join,
     joined_by_torchrun,
     launch,
+    processes_of_torchrun,
     where,
 )
 from fivefold.train.learning_rate import learning_rate
@@ -61,7 +62,6 @@ def train(run: Run) -> None:
     prepared = prepare_run(run)
     start = choose_start(prepared)
     if start is not None and start.step >= run.steps:
-        print(f"{start.folder} is after step {start.step}, and the run has {run.steps}: all done")
         return
     with _cursor_restored():
         launch(
@@ -88,8 +88,9 @@ def _cursor_restored() -> Iterator[None]:
 
 
 def choose_start(prepared: Prepared) -> Saved | None:
-    """The checkpoint that the run goes on from; None if it starts with the first step. Looks, too,
-    whether `out` can be written and has room. Raises UserError if the run cannot start."""
+    """The checkpoint that the run goes on from, maybe that of its last step; None if it starts
+    with the first one. Looks, too, whether `out` can be written and has room. Raises UserError if
+    the run cannot start."""
     from fivefold.train import checkpoint
 
     run = prepared.run
@@ -131,6 +132,9 @@ def _check_writable(out: Path) -> None:
 
 
 def _say_what_goes_on(newest: Saved, run: Run) -> None:
+    if newest.step >= run.steps:
+        print(f"{newest.folder} is after step {newest.step} and the run has {run.steps}: all done")
+        return
     print(
         f"resuming after step {newest.step} ({newest.tokens:,} tokens), which was trained as "
         f"{newest.layout}"
@@ -151,8 +155,9 @@ def _train_joined(run: Run) -> None:
 
     if {"dp", "edp"} & stated(run.layout):
         check_world_size(parse(run.layout).world_size)
-    plan = plan_run(run, int(os.environ["WORLD_SIZE"]))
+    plan = plan_run(run, processes_of_torchrun())
     join(plan.device, run.timeout_s)
+    rank = dist.get_rank()
     try:
         samples = _prepare_once_a_node(run)
         prepared = Prepared(run, plan.config, plan.layout, plan.device, samples)
@@ -163,7 +168,7 @@ def _train_joined(run: Run) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise describe_here(dist.get_rank(), error) from error
+        raise describe_here(rank, error) from error
 
 
 def _prepare_once_a_node(run: Run) -> Samples:

@@ -56,6 +56,7 @@ class _GradientBuffer:
         parts = self.flat.split([v.numel() for v in values])
         for p, value, part in zip(parameters, values, parts, strict=True):
             p.main_grad = part.view_as(value)  # pyright: ignore[reportAttributeAccessIssue]
+            p.main_value = value  # pyright: ignore[reportAttributeAccessIssue]
 
     def start(self) -> None:
         self.pending = comm.start_all_reduce(self.flat, self.axis)
