@@ -8,6 +8,12 @@ READY := .venv/.ready
 run: $(READY)
 	$(BIN)/fivefold train examples/first-run.yaml
 	$(BIN)/fivefold check examples/first-run.yaml --steps 2
+	@echo
+	@echo "Try next:"
+	@echo "  $(BIN)/fivefold check examples/first-run.yaml --steps 2 --layout 'dp2 zero3 ring2 ep4 mb2'"
+	@echo "  $(BIN)/fivefold layout 'tp2 sp pp2 dp2 ep2'     what a layout means"
+	@echo "  $(BIN)/fivefold train examples/one-process.yaml --layout 'tp2 pp2' --steps 20"
+	@echo "  docs/splits.md                                  what each split sends"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

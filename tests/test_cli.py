@@ -10,7 +10,7 @@ import pytest
 from fivefold import __version__
 from fivefold.cli import main
 from fivefold.errors import UserError
-from fivefold.train.launch import WorkerFailure
+from fivefold.train.failures import WorkerFailure
 from fivefold.train.runfile import Run
 
 RUN = """
@@ -184,6 +184,7 @@ def report(**changes) -> dict:
         "limits": {"loss_rel_diff": 1e-5},
         "ledger": [row],
         "ledger_differences": [],
+        "memory": [],
         "seed": 0,
         "rerouted_seeds": [],
         "one_process_s": 1.0,

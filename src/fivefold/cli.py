@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         code = _fail(f"training needs {error.name}: pip install 'fivefold[train]'", 2)
     except Exception as error:
-        from fivefold.train.launch import WorkerFailure
+        from fivefold.train.failures import WorkerFailure
 
         if not isinstance(error, WorkerFailure):
             raise

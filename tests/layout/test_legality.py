@@ -158,7 +158,12 @@ def test_values_that_no_text_can_state_are_refused_too(layout: Layout, words: st
         ("tp8 ulysses2", "tp4 ulysses2", TINY_D, ["1 heads and 1 kv heads", "may be 1"]),
         ("pp4", "pp3", dense(num_layers=3), ["4 stages", "model has 3", "up to 3"]),
         ("pp4 vpp3 ga4", "pp4 vpp2 ga4", dense(num_layers=10), ["12 stages", "up to 10"]),
-        ("pp2 layers=10,10", "pp2 layers=4,4", TINY_D, ["20", "8 layers"]),
+        (
+            "pp2 layers=10,10",
+            "pp2 layers=4,4",
+            TINY_D,
+            ["to 20", "8 layers", "layers=4,4"],
+        ),
         ("dp2 ep2", "dp2", TINY_D, ["ep 2", "llama is a dense model"]),
         ("tp2 etp2", "tp2", TINY_D, ["etp 2", "dense model"]),
         ("dp16 ep16", "dp16 ep8", TINY_M, ["8 experts", "1, 2, 4 or 8"]),

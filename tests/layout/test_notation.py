@@ -13,12 +13,11 @@ from fivefold.layout.notation import (
     RECOMPUTE,
     SCHEDULES,
     Layout,
-    nearest_choices,
-    nearest_multiples,
     parse,
     stated,
     with_global_batch,
 )
+from fivefold.layout.words import nearest_choices, nearest_multiples
 
 DEGREES = st.integers(1, 64) | st.integers(1, LARGEST)
 LAYOUTS = st.builds(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.layout.legality import check
-from fivefold.layout.notation import ORDER, Layout, divisors, parse
+from fivefold.layout.notation import ORDER, Layout, parse
 from fivefold.layout.ranks import (
     AXES,
     coordinates,
@@ -16,6 +16,7 @@ from fivefold.layout.ranks import (
     groups,
     sparse_ranks,
 )
+from fivefold.layout.words import divisors
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.model.dropout import Dropout
-from fivefold.train.check import compare
+from fivefold.train.parity import compare
 from fivefold.train.trainer import Trainer
 from tests.parity.harness import (
     TINY_M,

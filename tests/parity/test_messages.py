@@ -16,9 +16,9 @@ from fivefold.layout.notation import Layout
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
-from fivefold.train.check import RankRecord, compare, record
 from fivefold.train.data.samples import Batch, Samples, data_hash
 from fivefold.train.launch import launch
+from fivefold.train.parity import RankRecord, compare, record
 from tests.parity.harness import (
     TINY_D,
     assert_within_limits,

@@ -19,9 +19,9 @@ from fivefold.model.moe import MoE
 from fivefold.model.transformer import Layer
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.tensor.run import join_vocabulary
-from fivefold.train.check import assemble, compare, record, weight_pieces
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.launch import launch
+from fivefold.train.parity import assemble, compare, record, weight_pieces
 from fivefold.train.trainer import StepResult, Trainer
 from tests.parity.harness import (
     TINY_D,

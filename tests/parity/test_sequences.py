@@ -16,9 +16,9 @@ from fivefold.model.layers import causal_attention
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.sequence.run import _merge, ring_attention
-from fivefold.train.check import RankRecord, compare, record
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.launch import launch
+from fivefold.train.parity import RankRecord, compare, record
 from tests.parity.harness import (
     assert_parity,
     assert_within_limits,

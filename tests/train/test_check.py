@@ -1,33 +1,22 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.ledger import Ledger, Transfer
-from fivefold.parallel.data.memory import StateBytes
 from fivefold.parallel.data.run import DataParallel
 from fivefold.parallel.expert import cost as expert_cost
 from fivefold.parallel.tensor import cost as tensor_cost
 from fivefold.train import check as check_module
-from fivefold.train.check import (
-    LIMITS,
-    CheckReport,
-    Piece,
-    RankRecord,
-    assemble,
-    check,
-    compare,
-)
+from fivefold.train.check import CheckReport, check, ledger_rows
+from fivefold.train.parity import LIMITS
 from fivefold.train.runfile import Run
-from fivefold.train.trainer import StepResult
 
 SIZES = {
     "hidden_size": 32,
@@ -39,7 +28,6 @@ SIZES = {
 DENSE = {**SIZES, "model_type": "qwen3", "intermediate_size": 64, "head_dim": 8}
 MIXTURE = {**SIZES, "model_type": "mixtral", "intermediate_size": 16, "num_local_experts": 4}
 MIXTURE |= {"num_experts_per_tok": 2}
-NO_STATE = StateBytes(0, 0, 0)
 
 
 @pytest.fixture
@@ -208,75 +196,48 @@ def test_a_layout_that_reroutes_with_every_seed_fails_and_says_where(monkeypatch
     assert all(it["of"] == 2 * 4 * 32 for it in report["rerouted"])
 
 
-# --- putting tensors together --------------------------------------------------------------------
+# --- ledgers beside each other -------------------------------------------------------------------
 
 
-def piece(start: tuple[int, ...], values: Any, shape: tuple[int, ...] = (4,)) -> Piece:
-    return Piece(start, shape, np.array(values, np.float32))
+def gradients(calls: int, size: int = 4_000_000) -> Transfer:
+    return Transfer("dp", "backward", "all_reduce", 2, size, calls)
 
 
-def test_pieces_become_whole_tensors() -> None:
-    ranks = [{"w": piece((0, 1), [[1], [2]], (2, 2))}, {"w": piece((0, 0), [[3], [4]], (2, 2))}]
-    wholes, differing = assemble(ranks)
-    assert wholes["w"].tolist() == [[3, 1], [4, 2]] and not differing
+def test_equal_ledgers_agree_in_every_row():
+    rows = ledger_rows(Ledger([gradients(3)]), Ledger([gradients(3)]))
+    assert rows == [
+        {
+            "split": "dp",
+            "phase": "backward",
+            "op": "all_reduce",
+            "group_size": 2,
+            "payload_bytes": 4_000_000,
+            "routed": False,
+            "predicted_calls": 3,
+            "predicted_bytes": 12_000_000,
+            "predicted_wire_bytes": 12_000_000,
+            "measured_calls": 3,
+            "measured_bytes": 12_000_000,
+            "measured_wire_bytes": 12_000_000,
+            "agrees": True,
+        }
+    ]
 
 
-def test_copies_that_differ_in_their_last_bit_are_named() -> None:
-    same = [{"w": piece((0,), [1, 2, 3, 4])}, {"w": piece((2,), [3, 4])}]
-    assert assemble(same)[1] == set()
-    for other in (np.nextafter(np.float32(4), np.float32(5)), math.nan):
-        assert assemble([*same, {"w": piece((3,), [other])}])[1] == {"w"}
-    # Zero and minus zero are equal and have different bits.
-    assert assemble([{"w": piece((0,), [0.0])}, {"w": piece((0,), [-0.0])}])[1] == {"w"}
+def test_a_row_that_only_one_ledger_has_stands_with_zero_and_does_not_agree():
+    rows = ledger_rows(Ledger([gradients(1)]), Ledger([gradients(1, size=8)]))
+    assert [(r["payload_bytes"], r["predicted_calls"], r["measured_calls"]) for r in rows] == [
+        (4_000_000, 1, 0),
+        (8, 0, 1),
+    ]
+    assert not any(row["agrees"] for row in rows)
 
 
-def record_of(gradient: list[float], weight: list[float], norm: float = 1.0) -> RankRecord:
-    result = StepResult(loss=2.0, balance_loss=0.0, grad_norm=norm, tokens=8, skipped=False)
-    gradients = {"g": piece((0,), gradient), "tiny": piece((0,), [1e-9, 0, 0, 0])}
-    return RankRecord([result], gradients, {"w": piece((0,), weight)}, Ledger(), NO_STATE, [{}])
-
-
-ONE = record_of([1, 2, 3, 4], [0, 0, 0, 0])
-
-
-def test_a_gradient_is_compared_relative_to_its_own_largest() -> None:
-    split = record_of([1, 2, 3.00002, 4], [0, 0, 0, 1e-6])
-    comparison = compare([ONE], [split])
-    assert comparison.ok and comparison.worst_gradient == "g"
-    assert comparison.max_grad_abs_diff == pytest.approx(2e-5, rel=0.02)
-    assert comparison.max_grad_rel_diff == pytest.approx(5e-6, rel=0.02)
-    assert comparison.max_weight_abs_diff == pytest.approx(1e-6)
-    assert not compare([ONE], [record_of([1, 2, 3.0001, 4], [0, 0, 0, 0])]).ok
-
-
-def test_a_gradient_of_almost_nothing_is_compared_relative_to_the_floor() -> None:
-    split = record_of([1, 2, 3, 4], [0, 0, 0, 0])
-    other = replace(split, gradients=split.gradients | {"tiny": piece((0,), [2e-9, 0, 0, 0])})
-    comparison = compare([ONE], [other])
-    assert comparison.worst_gradient == "tiny"
-    assert comparison.max_grad_rel_diff == pytest.approx(1e-9 / 4e-4, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        record_of([1, 2, 3, math.nan], [0, 0, 0, 0]),
-        record_of([1, 2, 3, 4], [0, 0, 0, math.inf]),
-        record_of([1, 2, 3, 4], [0, 0, 0, 0], norm=math.nan),
-        record_of([1, 2, 3, 4], [0, 0, 0, 2e-5]),
-        record_of([1, 2, 3, 4], [0, 0, 0, 0], norm=1.0001),
-        replace(ONE, gradients={"g": ONE.gradients["g"]}),  # a parameter is missing
-        replace(ONE, weights={"w": piece((0,), [0, 0, 0])}),  # a part of one is missing
-    ],
-)
-def test_what_is_not_finite_or_missing_or_too_far_is_not_the_same(split: RankRecord) -> None:
-    assert compare([ONE], [ONE]).ok
-    assert not compare([ONE], [split]).ok
-
-
-def test_ranks_that_report_different_steps_are_not_the_same() -> None:
-    other = record_of([1, 2, 3, 4], [0, 0, 0, 0], norm=1.0 + 1e-12)
-    assert compare([ONE], [ONE, other]).differing_replicas == ["step results"]
+def test_a_routed_row_with_the_same_calls_and_other_bytes_does_not_agree():
+    plan = Transfer("ep", "forward", "all_to_all", 4, 100.0, 2, routed=True)
+    run = Transfer("ep", "forward", "all_to_all", 4, 101.5, 2, routed=True)
+    (row,) = ledger_rows(Ledger([plan]), Ledger([run]))
+    assert (row["predicted_bytes"], row["measured_bytes"], row["agrees"]) == (200, 203, False)
 
 
 def test_the_mean_of_ledgers_is_exact_for_any_number_of_ranks() -> None:

@@ -27,7 +27,10 @@ from fivefold.model.counts import count_parameters, parameter_shapes
 from fivefold.parallel.comm import Recorder
 from fivefold.train import checkpoint
 from fivefold.train.data import Samples, open_tokens
-from fivefold.train.launch import WorkerFailure, launch
+from fivefold.train.dcp import read_metadata
+from fivefold.train.failures import WorkerFailure
+from fivefold.train.launch import launch
+from fivefold.train.pieces import pieces as held_pieces
 from fivefold.train.runfile import Optimizer
 from fivefold.train.trainer import StepResult, Trainer
 
@@ -132,7 +135,7 @@ def pieces(trainer: Trainer) -> Pieces:
     """Whole shape, offset and values of all that this rank holds."""
     return {
         name: (piece.shape, piece.offset, piece.local.numpy().copy())
-        for name, piece in checkpoint.pieces(trainer).items()
+        for name, piece in held_pieces(trainer).items()
     }
 
 
@@ -352,7 +355,7 @@ def test_all_pipeline_stages_are_in_the_checkpoint_once(
 ) -> None:
     config = load_config(TIED)
     run_ranks(text, TIED, make_samples(tokens), lambda trainer: save(trainer, 1, tmp_path))
-    metadata = checkpoint.read_metadata(newest(tmp_path).folder)
+    metadata = read_metadata(newest(tmp_path).folder)
     tables: dict[str, Any] = metadata.state_dict_metadata
     found = {name: tuple(table.size) for name, table in tables.items()}
     shapes = parameter_shapes(config)

@@ -21,7 +21,8 @@ from fivefold.errors import UserError
 from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
 from fivefold.train import checkpoint, loop
-from fivefold.train.launch import WorkerFailure, launch
+from fivefold.train.failures import WorkerFailure
+from fivefold.train.launch import launch
 from fivefold.train.learning_rate import learning_rate
 from fivefold.train.loop import choose_start, train
 from fivefold.train.prepare import prepare_run

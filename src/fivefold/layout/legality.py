@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 
 from fivefold.errors import UserError
-from fivefold.layout.notation import (
-    ORDER,
-    RECOMPUTE,
-    SCHEDULES,
-    Layout,
+from fivefold.layout.notation import ORDER, RECOMPUTE, SCHEDULES, Layout, world_size_error
+from fivefold.layout.stages import split_layers
+from fivefold.layout.words import (
     divisors,
     join_or,
     nearest_choices,
     nearest_multiples,
     product,
-    world_size_error,
 )
-from fivefold.layout.stages import check_layers
 from fivefold.model.config import ModelConfig
 
 
@@ -306,13 +302,13 @@ def stages_have_layers(layout: Layout, model: ModelConfig) -> str | None:
             f"pp {layout.pp} x vpp {layout.vpp} = {layout.stages} stages need a layer each and the "
             f"model has {model.num_layers}: pp x vpp may be up to {model.num_layers}"
         )
-    if layout.layers is None or layer_list_has_every_stage(layout):
+    if layout.layers is None or sum(layout.layers) == model.num_layers:
         return None
-    try:
-        check_layers(layout.layers, model.num_layers, layout.stages)
-    except UserError as error:
-        return str(error)
-    return None
+    example = Layout(layers=split_layers(model.num_layers, layout.stages))
+    return (
+        f"layers= adds up to {sum(layout.layers)} but the model has {model.num_layers} layers: "
+        f"{example} would do"
+    )
 
 
 def expert_splits_need_experts(layout: Layout, model: ModelConfig) -> str | None:

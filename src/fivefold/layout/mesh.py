@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ class _GroupMaker:
         # A dry run has no peers to keep in step with.
         if self._recorder.dry and self._rank not in ranks:
             return None
-        return dist.new_group(list(ranks))
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
 
 
 def _first_and_last(layout: Layout) -> np.ndarray:
@@ -199,7 +200,7 @@ def _mesh(ranks: np.ndarray, axes: dict[str, Axis], zero: bool) -> DeviceMesh | 
     if not kept:
         return None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    chosen = [axes[name].group for name in kept]
+    chosen = cast(list[dist.ProcessGroup], [axes[name].group for name in kept])
     if len(kept) == 1:
         return DeviceMesh.from_group(chosen[0], device, mesh_dim_names=tuple(kept))
     # Only this rank's slice along the axes that are left out.

@@ -39,29 +39,6 @@ def split_layers(
     return weighted if slowest_weighted < slowest_even else even
 
 
-def check_layers(layers: tuple[int, ...], num_layers: int, stages: int) -> None:
-    """Raises UserError unless `layers` puts each of `num_layers` on one of `stages` stages."""
-    _refuse_empty_stages(num_layers, stages)
-    given = _in_print(layers)
-    example = f"for example {_in_print(_even_split(num_layers, stages))}"
-    if len(layers) != stages:
-        raise UserError(
-            f"the layer list {given} has {len(layers)} stages but pp * vpp is {stages}: give "
-            f"{stages} numbers that add up to {num_layers}, {example}"
-        )
-    if min(layers) < 1:
-        stage = next(stage for stage, count in enumerate(layers) if count < 1)
-        raise UserError(
-            f"the layer list {given} gives stage {stage} {layers[stage]} layers but every stage "
-            f"needs at least 1: {example}"
-        )
-    if sum(layers) != num_layers:
-        raise UserError(
-            f"the layer list {given} adds up to {sum(layers)} but the model has {num_layers} "
-            f"layers: {example}"
-        )
-
-
 def stage_ranges(layers: tuple[int, ...]) -> list[range]:
     """The layers (0-based, in model order) of each virtual stage."""
     return [range(first, end) for first, end in pairwise(accumulate(layers, initial=0))]
@@ -102,7 +79,3 @@ def _refuse_empty_stages(num_layers: int, stages: int) -> None:
             f"{num_layers} layers cannot fill {stages} pipeline stages (pp * vpp) with at least "
             f"one layer each: the largest pp * vpp that works is {num_layers}"
         )
-
-
-def _in_print(layers: tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(count) for count in layers) + "]"

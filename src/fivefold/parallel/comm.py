@@ -21,10 +21,6 @@ from torch import Tensor
 
 from fivefold.ledger import Ledger, Transfer
 
-LARGE = 16_384
-"""Elements from which an all-reduce over more than two ranks sends each rank a slice to sum,
-instead of everything to everyone."""
-
 
 @dataclass
 class Recorder:
@@ -103,13 +99,18 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         work = dist.all_reduce(x, reduce_op, group=axis.group, async_op=True)
         return Pending([work], lambda: x)
-    if axis.size > 2 and op == "sum" and x.numel() >= LARGE:
-        return _start_all_reduce_in_two_hops(x, axis)
-    parts = _own_and_empty(x, axis)
-    works = _exchange([x] * axis.size, parts, axis)
-    if op == "max":
-        return Pending(works, lambda: x.copy_(torch.stack(parts).amax(0)))
-    return Pending(works, lambda: _sum_in_order(parts, x))
+    if axis.size == 2:
+        other = torch.empty_like(x)
+        work = _start_swap(x, other, axis)
+        combine = torch.maximum if op == "max" else torch.add
+        return Pending([work], lambda: combine(x, other, out=x))
+    if x.numel() < 16_384 or op == "max":
+        copies = x.new_empty(axis.size, *x.shape)
+        work = _start_all_to_all(copies, _repeat(x, axis), axis)
+        if op == "max":
+            return Pending([work], lambda: x.copy_(copies.amax(0)))
+        return Pending([work], lambda: _sum_in_order(copies, x))
+    return _start_all_reduce_in_two_hops(x, axis)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -131,11 +132,12 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     if not _is_gloo(x):
         work = dist.all_gather_single(out, x.contiguous(), group=axis.group, async_op=True)
         return Pending([work], lambda: out)
-    works = _exchange([x] * axis.size, list(copies), axis)
-    own = copies[axis.index]
-    if own.data_ptr() != x.data_ptr():  # FSDP2's x is a part of out
-        own.copy_(x)
-    return Pending(works, lambda: out)
+    if axis.size > 2:
+        return Pending([_start_all_to_all(copies, _repeat(x, axis), axis)], lambda: out)
+    work = _start_swap(x, copies[1 - axis.index], axis)
+    if copies[axis.index].data_ptr() != x.data_ptr():
+        copies[axis.index].copy_(x)
+    return Pending([work], lambda: out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -156,9 +158,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if not _is_gloo(x):
         work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
         return Pending([work], lambda: out)
-    parts = _own_and_empty(slices[axis.index], axis)
-    works = _exchange(list(slices), parts, axis)
-    return Pending(works, lambda: _sum_in_order(parts, out))
+    if axis.size > 2:
+        received = torch.empty_like(slices)
+        work = _start_all_to_all(received, slices, axis)
+        return Pending([work], lambda: _sum_in_order(received, out))
+    work = _start_swap(slices[1 - axis.index], out, axis)
+    return Pending([work], lambda: out.add_(slices[axis.index]))
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -168,8 +173,8 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
     if axis.recorder.dry:
         return x
-    rows = [x.shape[0] // axis.size] * axis.size
-    return _all_to_all(x, axis, rows, rows)
+    out = x.new_empty(x.shape)
+    return Pending([_start_all_to_all(out, x.contiguous(), axis)], lambda: out).wait()
 
 
 def all_to_all_rows(
@@ -184,20 +189,11 @@ def all_to_all_rows(
         return x
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
     axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
-    if axis.recorder.dry:
-        return x.new_zeros(sum(receive), *x.shape[1:])
-    return _all_to_all(x, axis, send, receive)
-
-
-def _all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
-    if not _is_gloo(x):
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
-        return out
-    leaving, arriving = x.split(list(send)), out.split(list(receive))
-    works = _exchange(leaving, arriving, axis)
-    arriving[axis.index].copy_(leaving[axis.index])
-    return Pending(works, lambda: out).wait()
+    if axis.recorder.dry:
+        return out.zero_()
+    work = _start_all_to_all(out, x.contiguous(), axis, receive, send)
+    return Pending([work], lambda: out).wait()
 
 
 def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
@@ -208,10 +204,9 @@ def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
     if axis.recorder.dry:
         return out.zero_()
-    copies = out.split(list(counts))
-    works = _exchange([x] * axis.size, copies, axis)
-    copies[axis.index].copy_(x)
-    return Pending(works, lambda: out).wait()
+    leaving = _repeat(x, axis).flatten(0, 1)
+    work = _start_all_to_all(out, leaving, axis, counts, [x.shape[0]] * axis.size)
+    return Pending([work], lambda: out).wait()
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
@@ -219,13 +214,13 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return x
     axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
-    slices = x.split(list(counts))
-    own = slices[axis.index]
+    own = counts[axis.index]
     if axis.recorder.dry:
-        return own.clone()
-    parts = _own_and_empty(own, axis)
-    works = _exchange(slices, parts, axis)
-    return Pending(works, lambda: _sum_in_order(parts, torch.empty_like(own))).wait()
+        return x.split(list(counts))[axis.index].clone()
+    received = x.new_empty(axis.size, own, *x.shape[1:])
+    arriving = received.flatten(0, 1)
+    work = _start_all_to_all(arriving, x.contiguous(), axis, [own] * axis.size, counts)
+    return Pending([work], lambda: _sum_in_order(received, received[0])).wait()
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
@@ -234,8 +229,10 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     out = torch.empty_like(x)
     if axis.recorder.dry:
         return Pending([], lambda: out.copy_(x))
-    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    return Pending(_start_messages([(x, after)], [(out, before)], axis), lambda: out)
+    leaving, arriving = [0] * axis.size, [0] * axis.size
+    leaving[(axis.index + 1) % axis.size] = arriving[(axis.index - 1) % axis.size] = x.numel()
+    work = _start_all_to_all(out.view(-1), x.reshape(-1), axis, arriving, leaving)
+    return Pending([work], lambda: out)
 
 
 def start_send(x: Tensor, axis: Axis) -> Pending:
@@ -265,57 +262,55 @@ def _row_bytes(x: Tensor) -> int:
     return x.element_size() * int(torch.Size(x.shape[1:]).numel())
 
 
-def _start_messages(
-    send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], axis: Axis
-) -> Sequence[dist.Work | None]:
-    """Start messages to and from ranks of the axis (by their index on it)."""
-    ops = [(dist.irecv, x, axis.ranks[index]) for x, index in receive]
-    ops += [(dist.isend, x.contiguous(), axis.ranks[index]) for x, index in send]
-    if all(_is_gloo(x) for _, x, _ in ops):
-        return [start(x, rank, group=axis.group) for start, x, rank in ops]
-    # On NCCL messages that cross must be started together, or each side waits for the other.
-    return dist.batch_isend_irecv([dist.P2POp(*op, group=axis.group) for op in ops])
+def _start_all_to_all(
+    out: Tensor,
+    x: Tensor,
+    axis: Axis,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+) -> dist.Work | None:
+    """Contiguous `x` is cut along dimension 0 for the ranks, `out` filled from them: in equal
+    parts, or with `send[i]` rows to and `receive[i]` rows from rank i."""
+    receive, send = receive and list(receive), send and list(send)
+    return dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)
 
 
-def _exchange(
-    send: Sequence[Tensor], receive: Sequence[Tensor], axis: Axis
-) -> Sequence[dist.Work | None]:
-    """send[i] goes to rank i of the axis, receive[i] is filled from it. What a rank has for
-    itself stays where it is, and empty messages are not sent."""
-    others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
-    return _start_messages(
-        [(send[i], i) for i in others if send[i].numel()],
-        [(receive[i], i) for i in reversed(others) if receive[i].numel()],
-        axis,
-    )
+def _start_swap(x: Tensor, out: Tensor, axis: Axis) -> dist.Work | None:
+    """`x` goes to the other one of two ranks, whose tensor comes to `out`; nothing is copied to
+    where it is already."""
+    to_other = [0, 0]
+    to_other[1 - axis.index] = x.numel()
+    return _start_all_to_all(out.view(-1), x.reshape(-1), axis, to_other, to_other)
 
 
-def _own_and_empty(own: Tensor, axis: Axis) -> list[Tensor]:
-    """This rank's tensor in its place among tensors to be filled by the other ranks."""
-    return [own if i == axis.index else own.new_empty(own.shape) for i in range(axis.size)]
+def _repeat(x: Tensor, axis: Axis) -> Tensor:
+    """A copy for each rank of the axis."""
+    return x.expand(axis.size, *x.shape).contiguous()
 
 
-def _sum_in_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Put the sum in rank order into `out`, which may be one of the parts. Shorter floats are
-    added in fp32 and rounded once."""
-    if len(parts) == 2:
-        return torch.add(parts[0], parts[1], out=out)
+def _sum_in_order(copies: Tensor, out: Tensor) -> Tensor:
+    """Put the sum over dimension 0 in rank order into `out`, which may be one of the copies.
+    Shorter floats are added in fp32 and rounded once."""
     short = out.dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].to(torch.float32 if short else out.dtype, copy=True)
-    for part in parts[1:]:
-        total += part
+    total = copies[0].to(torch.float32 if short else out.dtype, copy=True)
+    for copy in copies[1:]:
+        total += copy
     return out.copy_(total)
 
 
 def _start_all_reduce_in_two_hops(x: Tensor, axis: Axis) -> Pending:
     """All-to-all, local sum, all-gather: two hops for any number of ranks."""
-    slices = x.view(-1).tensor_split(axis.size)
-    own = slices[axis.index]
-    parts = _own_and_empty(own, axis)
-    first_hop = _exchange(slices, parts, axis)
+    flat = x.view(-1)
+    length = -(-flat.numel() // axis.size)
+    padded = flat.new_zeros(axis.size, length)
+    padded.view(-1)[: flat.numel()] = flat
+    received = torch.empty_like(padded)
+    first_hop = _start_all_to_all(received, padded, axis)
 
     def finish() -> Tensor:
-        _sum_in_order(parts, own)
-        return Pending(_exchange([own] * axis.size, slices, axis), lambda: x).wait()
+        own = _sum_in_order(received, received[0])
+        second_hop = _start_all_to_all(padded, _repeat(own, axis), axis)
+        Pending([second_hop], lambda: padded).wait()
+        return x.copy_(padded.view(-1)[: flat.numel()].view_as(x))
 
-    return Pending(first_hop, finish)
+    return Pending([first_hop], finish)

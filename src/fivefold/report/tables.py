@@ -10,9 +10,8 @@ from rich.table import Table
 
 from fivefold.layout import ranks
 from fivefold.layout.notation import Layout
-from fivefold.ledger import Ledger, Transfer
 
-PARITY = {
+DIFFERENCES = {
     "loss_rel_diff": "loss of the first step, relative",
     "balance_loss_rel_diff": "balance loss of the first step, relative",
     "grad_norm_rel_diff": "gradient norm of the first step, relative",
@@ -63,43 +62,9 @@ def _scaled(value: float, units: Sequence[str], space: str) -> str:
     return f"{text}{space}{units[power]}".rstrip()
 
 
-def ledger_rows(predicted: Ledger, measured: Ledger) -> list[dict[str, Any]]:
-    """The rows of two ledgers beside each other; a count is 0 where a ledger has no such row.
-
-    `payload_bytes` is that of one call; the other bytes are those of all calls, `wire_bytes` what
-    leaves the rank. A `routed` payload is a mean (see fivefold.ledger).
-    """
-    rows = []
-    for plan, run in predicted.beside(measured):
-        transfer = plan or run
-        assert transfer is not None  # `beside` has a row only where a ledger has one
-        rows.append(
-            {
-                "split": transfer.split,
-                "phase": transfer.phase,
-                "op": transfer.op,
-                "group_size": transfer.group_size,
-                "payload_bytes": transfer.payload_bytes,
-                "routed": transfer.routed,
-                **_side("predicted", plan),
-                **_side("measured", run),
-                "agrees": plan == run,
-            }
-        )
-    return rows
-
-
-def _side(name: str, transfer: Transfer | None) -> dict[str, float]:
-    return {
-        f"{name}_calls": transfer.calls if transfer else 0,
-        f"{name}_bytes": transfer.total_bytes if transfer else 0,
-        f"{name}_wire_bytes": transfer.wire_bytes if transfer else 0,
-    }
-
-
 def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """A table for each pipeline rank, one for those that send the same; `rows` as of
-    `ledger_rows`, each with its `pp_rank`."""
+    `train.check.ledger_rows`, each with its `pp_rank`."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         own = {key: value for key, value in row.items() if key != "pp_rank"}
@@ -121,7 +86,7 @@ def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def ledger_table(rows: Sequence[Mapping[str, Any]], who: str) -> Table:
     """What `who` sends in one step, predicted beside measured: calls x bytes of a call; `rows` as
-    of `ledger_rows`."""
+    of `train.check.ledger_rows`."""
     table = _table(f"{who}, one optimizer step")
     table.add_column("split")
     table.add_column("phase")
@@ -167,7 +132,7 @@ def _add_total(table: Table, name: str, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_report_table(report: Mapping[str, Any]) -> Table:
-    """How far the layout is from one process: the keys of `PARITY` in `report`, in words."""
+    """How far the layout is from one process: the keys of `DIFFERENCES` in `report`, in words."""
     steps = f"{report['steps']} step{'s' if report['steps'] > 1 else ''}"
     table = _table(f"{report['layout']} against one process, {steps}")
     table.add_column("largest difference in")
@@ -178,7 +143,7 @@ def check_report_table(report: Mapping[str, Any]) -> Table:
         "max_grad_rel_diff": report["worst_gradient"],
         "max_weight_abs_diff": report["worst_weight"],
     }
-    for key, words in PARITY.items():
+    for key, words in DIFFERENCES.items():
         found, limit = report[key], report["limits"].get(key)
         if found and key in names:
             words += f"\n  {names[key]}"

@@ -5,55 +5,30 @@ that it holds, under the parameter's global name and with their place in the who
 rank of another layout can pick together the pieces it needs. It is written into a hidden folder,
 brought to the disk, and then renamed: a folder with the right name is complete, whenever the
 processes or the machine died.
-
-DCP keeps its table of pieces (.metadata) as a pickle, which could run any code of whoever wrote
-it. Here it is read by an unpickler that knows the few classes of that table and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shutil
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fivefold.errors import UserError
 from fivefold.model.config import ModelConfig
-from fivefold.model.counts import count_parameters, parameter_shapes
-from fivefold.model.parameters import local_tensor
+from fivefold.model.counts import count_parameters
 from fivefold.train.data.samples import Samples
+from fivefold.train.dcp import LoadPlanner, Reader, SavePlanner, Writer, read_metadata
+from fivefold.train.pieces import expected_shapes, pieces
 from fivefold.train.trainer import Trainer
 
 FORMAT = 1
@@ -136,7 +111,7 @@ def check_resumable(saved: Saved, config: ModelConfig, samples: Samples) -> None
         ) from error
     lacking = [
         name
-        for name, shape in _expected(config).items()
+        for name, shape in expected_shapes(config).items()
         if not isinstance(table := found.get(name), TensorStorageMetadata) or table.size != shape
     ]
     if lacking:
@@ -212,8 +187,8 @@ def save(trainer: Trainer, step: int, tokens: int, learning_rate: float, folder:
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
-    planner = _SavePlanner(set(_expected(trainer.config)))
-    writer = _Writer(folder, overwrite=False)
+    planner = SavePlanner(set(expected_shapes(trainer.config)))
+    writer = Writer(folder, overwrite=False)
     try:
         state_dict_saver.save(pieces(trainer), storage_writer=writer, planner=planner)
     except CheckpointException as error:
@@ -266,60 +241,6 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
-class _Writer(filesystem.FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without the folder's hidden name
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Plans to save `Piece`s. Adds a check to DCP's own: that takes a piece from one of the ranks
-    that hold it, whether or not they agree, and does not know which tensors there must be."""
-
-    state_dict: dict[str, Piece]
-
-    def __init__(self, expected: set[str]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._expected = expected
-
-    def create_local_plan(self) -> SavePlan:
-        pieces = {name: piece for name, piece in self.state_dict.items() if piece.local.numel()}
-        items = [
-            WriteItem(
-                index=MetadataIndex(name, piece.offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=piece.chunk,
-                    properties=TensorProperties.create_from_tensor(piece.local),
-                    size=torch.Size(piece.shape),
-                ),
-            )
-            for name, piece in pieces.items()
-        ]
-        checksums = [_checksum(piece.local) for piece in pieces.values()]
-        return SavePlan(items, planner_data=checksums)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        first_holder: dict[MetadataIndex, tuple[int, int]] = {}
-        for rank, plan in enumerate(all_plans):
-            for item, checksum in zip(plan.items, plan.planner_data, strict=True):
-                holder, expected = first_holder.setdefault(item.index, (rank, checksum))
-                if checksum != expected:
-                    raise ValueError(f"ranks {holder} and {rank} hold different {item.index.fqn}")
-        names = {index.fqn for index in first_holder}
-        if names != self._expected:
-            different = sorted(names ^ self._expected)
-            raise ValueError(f"{len(different)} tensors too few or too many: {different[:3]}")
-        return super().create_global_plan(all_plans)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
-
-
-def _checksum(x: Tensor) -> int:
-    """Sum of the bits of fp32 values; equal for equal tensors."""
-    return int(x.contiguous().view(torch.int32).sum(dtype=torch.int64))
-
-
 # --- loading -----------------------------------------------------------------------------------
 
 
@@ -328,7 +249,7 @@ def load(trainer: Trainer, saved: Saved) -> None:
     UserError if a file cannot be read; the trainer is then of no use."""
     try:
         state_dict_loader.load(
-            pieces(trainer), storage_reader=_Reader(saved.folder), planner=_LoadPlanner()
+            pieces(trainer), storage_reader=Reader(saved.folder), planner=LoadPlanner()
         )
     except CheckpointException as error:
         rank, cause = _first_failure(error)
@@ -336,153 +257,6 @@ def load(trainer: Trainer, saved: Saved) -> None:
             f"rank {rank} cannot read the checkpoint {saved.folder} ({type(cause).__name__}: "
             f"{_first_sentence(cause)}): move it away to resume from an older one"
         ) from cause
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Plans to load into `Piece`s. All of them must be in the checkpoint."""
-
-    state_dict: dict[str, Piece]
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        assert metadata is not None
-        self.state_dict, self.metadata = state_dict, metadata
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, piece in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(saved, TensorStorageMetadata) or saved.size != piece.shape:
-                raise ValueError(f"there is no {name} of shape {tuple(piece.shape)}")
-            found: list[ReadItem] = []
-            if piece.local.numel():
-                found = create_read_items_for_chunk_list(name, saved, [piece.chunk])
-            if sum(item.lengths.numel() for item in found) != piece.local.numel():
-                raise ValueError(f"a part of {name} is missing")
-            items += found
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
-
-
-class _Reader(filesystem.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
-
-
-ALLOWED: dict[tuple[str, str], Any] = {
-    (thing.__module__, thing.__qualname__): thing
-    for thing in (
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorStorageMetadata,
-        dcp_metadata.BytesStorageMetadata,
-        ChunkStorageMetadata,
-        TensorProperties,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        torch.serialization._get_layout,  # a look-up by name
-    )
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) in ALLOWED:
-            return ALLOWED[module_name, global_name]
-        value = getattr(torch, global_name, None) if module_name == "torch" else None
-        if isinstance(value, torch.dtype):
-            return value
-        raise pickle.UnpicklingError(
-            f"its table of pieces names {module_name}.{global_name}, which does not belong there"
-        )
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's table of the pieces in a checkpoint. Runs no code from the file."""
-    with (folder / ".metadata").open("rb") as file:
-        metadata = _Unpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError("its table of pieces is no such table")
-    for piece in metadata.storage_data.values():
-        if Path(piece.relative_path).name != piece.relative_path:
-            raise pickle.UnpicklingError(f"it points out of its folder, to {piece.relative_path}")
-    return metadata
-
-
-# --- what is saved -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What this rank has of a tensor. DCP knows such pieces as local values of a DTensor, but
-    (torch 2.13) gets the place of uneven FSDP shards of a tensor-parallel part wrong."""
-
-    local: Tensor  # shares memory with the trainer's own
-    offset: tuple[int, ...]  # of its first element in the whole tensor
-    shape: tuple[int, ...]  # of the whole tensor
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)
-
-
-def pieces(trainer: Trainer) -> dict[str, Piece]:
-    """What this rank has of the weights and of AdamW's state, by global name."""
-    held: dict[str, Piece] = {}
-    for stage in trainer.stages.values():
-        for name, p in stage.named_parameters():
-            offset, shape = offset_in_whole(p), tuple(p.shape)
-            adam = trainer.optimizer.state(name)
-            held[name] = Piece(local_tensor(p), offset, shape)
-            held[f"{name}.exp_avg"] = Piece(adam["exp_avg"], offset, shape)
-            held[f"{name}.exp_avg_sq"] = Piece(adam["exp_avg_sq"], offset, shape)
-            held[f"{name}.step"] = Piece(adam["step"], (), ())
-    return held
-
-
-def offset_in_whole(p: Tensor) -> tuple[int, ...]:
-    """Where in the whole parameter this rank's part begins.
-
-    FSDP2 shards what the other splits have left to a rank. Where both go along one dimension, it
-    says so by the placement _StridedShard, though its mesh dimension comes first.
-    """
-    if not isinstance(p, DTensor):
-        return (0,) * p.dim()
-    coordinate = p.device_mesh.get_coordinate()
-    assert coordinate is not None
-    splits = [
-        split
-        for split in zip(p.placements, coordinate, p.device_mesh.shape, strict=True)
-        if not split[0].is_replicate()
-    ]
-    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
-    offset, sizes = [0] * p.dim(), list(p.shape)
-    for placement, index, parts in splits:
-        dim = cast(Shard, placement).dim
-        largest = -(-sizes[dim] // parts)
-        start = min(index * largest, sizes[dim])
-        offset[dim] += start
-        sizes[dim] = min(largest, sizes[dim] - start)
-    assert p.to_local().shape == tuple(sizes)
-    return tuple(offset)
-
-
-def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The names and whole shapes of what all ranks together save."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(config).items():
-        expected |= dict.fromkeys((name, f"{name}.exp_avg", f"{name}.exp_avg_sq"), shape)
-        expected[f"{name}.step"] = ()
-    return expected
 
 
 # --- small helpers -----------------------------------------------------------------------------

@@ -17,16 +17,8 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import parse, stated
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.train.data import Samples, data_hash
-from fivefold.train.launch import (
-    BACKENDS,
-    check_world_size,
-    describe_here,
-    join,
-    joined_by_torchrun,
-    launch,
-    processes_of_torchrun,
-    where,
-)
+from fivefold.train.failures import where
+from fivefold.train.launch import BACKENDS, launch
 from fivefold.train.learning_rate import learning_rate
 from fivefold.train.metrics import (
     Reporter,
@@ -38,10 +30,15 @@ from fivefold.train.metrics import (
 )
 from fivefold.train.prepare import Prepared, plan_run, prepare_run, prepare_samples
 from fivefold.train.runfile import Run
+from fivefold.train.torchrun import (
+    check_world_size,
+    describe_here,
+    join,
+    joined_by_torchrun,
+    processes_of_torchrun,
+)
 
 if TYPE_CHECKING:
-    import torch
-
     from fivefold.train.checkpoint import Saved
     from fivefold.train.trainer import StepResult, Trainer
 
@@ -219,25 +216,12 @@ def train_rank(prepared: Prepared, start: Saved | None) -> None:
     """What each process does, once the default process group exists."""
     import torch.distributed as dist
 
-    from fivefold.parallel.comm import Recorder
     from fivefold.train import checkpoint
-    from fivefold.train.trainer import Trainer
+    from fivefold.train.trainer import make_trainer
 
     run = prepared.run
     where.doing = "building the model"
-    trainer = Trainer(
-        prepared.config,
-        prepared.layout,
-        prepared.samples,
-        run.optimizer,
-        run.precision,
-        run.seed,
-        dist.get_rank(),
-        Recorder(on_call=_now_in),
-        _torch_device(prepared.device),
-        run.dropout,
-    )
-    where.coordinates = trainer.axes.describe()
+    trainer = make_trainer(prepared, run.optimizer, run.precision)
     if start is not None:
         where.doing = f"loading {start.folder.name}"
         checkpoint.load(trainer, start)
@@ -254,18 +238,6 @@ def train_rank(prepared: Prepared, start: Saved | None) -> None:
     finally:
         if reporter is not None:
             reporter.close()
-
-
-def _torch_device(device: str) -> torch.device:
-    import torch
-
-    if device == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device)
-
-
-def _now_in(call: str) -> None:
-    where.doing = call
 
 
 def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:

@@ -39,7 +39,8 @@ class AdamW:
 
     def step(self, parameters: list[LocalParameter], lr: float, grad_scale: float) -> None:
         """Update with gradients times `grad_scale`."""
-        torch._foreach_mul_([x.grad for x in parameters], grad_scale)
+        gradients = [x.grad for x in parameters]
+        torch._foreach_mul_(gradients, grad_scale)  # pyright: ignore[reportPrivateImportUsage]
         for x in parameters:
             self._values[x.name].grad = x.grad
         for group in self.torch.param_groups:

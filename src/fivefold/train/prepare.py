@@ -21,8 +21,9 @@ from fivefold.train.data import Samples, open_tokenizer
 from fivefold.train.data import prepare as prepare_tokens
 from fivefold.train.data.tokenizer import bpe_vocab_size
 from fivefold.train.data.tokens import Progress
-from fivefold.train.launch import check_machine, joined_by_torchrun
+from fivefold.train.launch import check_machine
 from fivefold.train.runfile import Data, Run
+from fivefold.train.torchrun import joined_by_torchrun
 
 PATIENCE_S = 1.0
 """Seconds of tokenizing before a progress bar is shown."""

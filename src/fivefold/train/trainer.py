@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.layout.mesh import make_axes
@@ -27,8 +29,12 @@ from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.shards import Shards, materialise
 from fivefold.parallel.tensor import run as tensor
 from fivefold.train.data.samples import IGNORED, Batch, Samples
+from fivefold.train.failures import where
 from fivefold.train.optimizer import AdamW
 from fivefold.train.runfile import Optimizer
+
+if TYPE_CHECKING:
+    from fivefold.train.prepare import Prepared
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -194,7 +200,9 @@ class Trainer:
         world_size, layout = self.layout.world_size, self.layout
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         # In fp64: of a million elements PyTorch's fp32 norm is wrong in the fourth digit on CPUs.
-        norms = torch._foreach_norm([x.grad for x in parameters], 2, dtype=torch.float64)
+        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+            [x.grad for x in parameters], 2, dtype=torch.float64
+        )
         for x, norm in zip(parameters, norms, strict=True):
             squares += norm.square() / x.replicas
         tokens = torch.tensor(
@@ -214,3 +222,29 @@ class Trainer:
             tokens=count,
             skipped=count == 0 or not math.isfinite(squares),
         )
+
+
+def make_trainer(prepared: Prepared, optimizer: Optimizer, precision: str) -> Trainer:
+    """This rank's trainer of a prepared run, once the default process group exists. From now on
+    `where` tells this rank's place in the layout and the call it is in."""
+    device = torch.device(prepared.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    trainer = Trainer(
+        prepared.config,
+        prepared.layout,
+        prepared.samples,
+        optimizer,
+        precision,
+        prepared.run.seed,
+        dist.get_rank(),
+        Recorder(on_call=_now_in),
+        device,
+        prepared.run.dropout,
+    )
+    where.coordinates = trainer.axes.describe()
+    return trainer
+
+
+def _now_in(call: str) -> None:
+    where.doing = call

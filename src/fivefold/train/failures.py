@@ -1,0 +1,158 @@
+"""Where the processes of a run are, and what is said when one fails.
+
+Every worker writes where it is into `where`, memory it shares with its parent, so that the parent
+can say in which step and call a worker was even when the kernel killed it without a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+import traceback
+from dataclasses import dataclass
+
+from fivefold.errors import UserError
+
+GRACE_S = 1.0
+"""How long after the first failure to listen for the one that caused it."""
+
+
+class WhereRecord(ctypes.Structure):
+    """The shared memory of a `Where`."""
+
+    _fields_ = [
+        ("coordinates", ctypes.c_char * 96),
+        ("step", ctypes.c_int64),  # -1: not in a step
+        ("doing", ctypes.c_char * 256),
+    ]
+
+
+class Where:
+    """Where a worker is. Writing a field costs well under a microsecond and takes no lock; text
+    that is too long for the record (96 and 256 bytes) is cut."""
+
+    def __init__(self, record: WhereRecord) -> None:
+        self.record = record
+
+    @property
+    def coordinates(self) -> str:
+        """The worker's place in the layout, such as "pp1 tp0"."""
+        return self.record.coordinates.decode(errors="ignore")
+
+    @coordinates.setter
+    def coordinates(self, text: str) -> None:
+        self.record.coordinates = text.encode()[:96]
+
+    @property
+    def step(self) -> int | None:
+        return None if self.record.step < 0 else self.record.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self.record.step = -1 if step is None else step
+
+    @property
+    def doing(self) -> str:
+        """The call it is in, such as "all_reduce of 4,096 bytes over tp"."""
+        return self.record.doing.decode(errors="ignore")
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self.record.doing = text.encode()[:256]
+
+
+where = Where(WhereRecord(b"", -1, b""))
+"""Where this process is. The training loop and the collectives keep it up to date."""
+
+
+class WorkerFailure(Exception):
+    """A worker failed. The message says which one, where it was, and why; errors that this failure
+    caused in other workers are left out. `traceback` is the worker's, or "" if it left none."""
+
+    def __init__(self, message: str, rank: int, traceback: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+DIED, RAISED, TIMED_OUT, CUT_OFF = range(4)
+"""Kinds of failure. The lowest is the likeliest cause of the others."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one process tells of its end, or its parent of it."""
+
+    rank: int
+    kind: int  # DIED, RAISED, TIMED_OUT or CUT_OFF
+    time_s: float  # of the monotonic clock, which all processes of a machine share
+    what: str  # "failed", or how the worker died
+    error: str = ""
+    traceback: str = ""
+    is_user_error: bool = False
+    hung: bool = False  # the cause may be where other ranks stand
+
+
+_SAYS_TIMED_OUT = re.compile(r"time[d ]?-? ?out", re.IGNORECASE)
+_SAYS_CUT_OFF = re.compile(
+    r"closed by peer|reset by peer|broken pipe|pair closure|socket closed|connection closed"
+    r"|communicator was aborted|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
+)
+
+
+def describe(rank: int, error: BaseException) -> Failure:
+    """The report of an exception, to be sent to the parent."""
+    kind = RAISED
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RuntimeError):  # as all of torch.distributed's errors are
+            if _SAYS_CUT_OFF.search(str(cause)):
+                kind = CUT_OFF
+            elif _SAYS_TIMED_OUT.search(str(cause)):
+                kind = TIMED_OUT
+    message = str(error).split("\nException raised from")[0].strip()  # C++ frames follow
+    return Failure(
+        rank,
+        kind,
+        time.monotonic(),
+        what="failed",
+        error=message if isinstance(error, UserError) else f"{type(error).__name__}: {message}",
+        traceback="".join(traceback.format_exception(error)),
+        is_user_error=isinstance(error, UserError),
+        hung=kind in (TIMED_OUT, CUT_OFF),
+    )
+
+
+def explain(culprit: Failure, at: Where, standings: str = "") -> Exception:
+    """What to raise for a failure of the rank that is (or was) at `at`: the worker's UserError as
+    it is, else a WorkerFailure. `standings` tells where the other ranks are."""
+    if culprit.is_user_error:
+        return UserError(culprit.error)
+    message = f"{_name(culprit.rank, at)} {culprit.what}"
+    if at.step is not None:
+        message += f" in step {at.step}"
+    if at.doing:
+        message += f" during {at.doing}"
+    if culprit.error:
+        message += f": {culprit.error}"
+    if standings:
+        message += "\n" + standings
+    return WorkerFailure(message, culprit.rank, culprit.traceback)
+
+
+def _name(rank: int, at: Where) -> str:
+    return f"rank {rank} ({at.coordinates})" if at.coordinates else f"rank {rank}"
+
+
+def describe_standings(places: list[Where]) -> str:
+    """One line for each place where ranks stand, the fewest ranks first: in a hang the odd one
+    out is usually the one that the others wait for."""
+    groups: dict[tuple[int | None, str], list[str]] = {}
+    for rank, at in enumerate(places):
+        groups.setdefault((at.step, at.doing), []).append(_name(rank, at))
+    lines = []
+    for (step, doing), names in sorted(groups.items(), key=lambda group: len(group[1])):
+        in_step = "" if step is None else f" in step {step}"
+        lines.append(f"{', '.join(names)}{in_step}: {doing or 'computing'}")
+    return "\n".join(lines)
