@@ -6,6 +6,11 @@ import multiprocessing
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the program.
+settings.register_profile("fivefold", deadline=None)
+settings.load_profile("fivefold")
 
 
 @pytest.fixture(autouse=True)

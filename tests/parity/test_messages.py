@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import UserError
-from fivefold.layout.mesh import make_axes
 from fivefold.layout.notation import Layout
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
+from fivefold.parallel.mesh import make_axes
 from fivefold.train.data.samples import Batch, Samples, data_hash
 from fivefold.train.launch import launch
 from fivefold.train.parity import RankRecord, compare, record

@@ -131,7 +131,7 @@ def test_uneven_numbers_of_valid_tokens_weigh_right(layout: str, model) -> None:
 
 
 def _cross_entropy_of_two_halves() -> tuple[float, list[float]]:
-    from fivefold.layout.mesh import make_axes
+    from fivefold.parallel.mesh import make_axes
 
     tp = make_axes(parse("tp2"), dist.get_rank(), Recorder(), kv_heads=2).tp
     logits = torch.tensor([[0.0, 1.0], [2.0, 3.0]][tp.index]).unsqueeze(0).requires_grad_()

@@ -12,7 +12,6 @@ from fivefold.report.tables import (
     check_report_notes,
     check_report_table,
     format_bytes,
-    format_count,
     layout_table,
     ledger_table,
     ledger_tables,
@@ -53,15 +52,6 @@ def line_with(text: str, *words: str) -> str:
 )
 def test_bytes_have_three_digits_and_powers_of_1000(count, text):
     assert format_bytes(count) == text
-
-
-def test_counts_use_billions_and_trillions():
-    assert [format_count(n) for n in (7, 15_360, 6_738_415_616, 1.04e12)] == [
-        "7",
-        "15.4K",
-        "6.74B",
-        "1.04T",
-    ]
 
 
 def gradients(calls: int, size: int = 4_000_000) -> Transfer:

@@ -56,7 +56,7 @@ def test_state_memory_is_within_a_percent_of_the_plan(
         seen: list[StateBytes] = []
         with fake_world(rank, layout.world_size):
             trainer = dry_trainer(config, layout, rank, precision)
-            last = trainer.pipeline.actions[-1]
+            last = trainer.pipeline.steps[-1].action
 
             def look(action, trainer=trainer, last=last, seen=seen) -> None:
                 if action == last and trainer.pipeline.schedule.vpp == 1:

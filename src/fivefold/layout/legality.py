@@ -20,6 +20,7 @@ from fivefold.layout.words import (
     product,
 )
 from fivefold.model.config import ModelConfig
+from fivefold.parallel.pipeline import schedules
 
 
 def check(
@@ -147,9 +148,6 @@ def chunks_need_a_pipeline(layout: Layout) -> str | None:
 
 
 def schedule_runs(layout: Layout) -> str | None:
-    # Imported here because the splits, in parallel/, import the layout.
-    from fivefold.parallel.pipeline import schedules
-
     try:
         schedules.check(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     except UserError as error:

@@ -78,6 +78,16 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
+    def edp_shard(self) -> int:
+        """Copies of an expert that shard its state (ZeRO); the replicas of HSDP are not counted."""
+        return self.edp // self.dp_replicate
+
+    @property
+    def backward_follows_at_once(self) -> bool:
+        """Does each micro-batch's backward pass come right after its forward pass?"""
+        return self.pp == 1 and self.schedule == "1f1b"
+
+    @property
     def stages(self) -> int:
         """Virtual pipeline stages; stage s runs on pipeline rank s % pp."""
         return self.pp * self.vpp

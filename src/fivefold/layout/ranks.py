@@ -66,11 +66,10 @@ def sparse_ranks(layout: Layout) -> NDArray[np.int64]:
     """
     replicas = (layout.pp, layout.dp_replicate)
     ranks = np.sort(dense_ranks(layout).reshape(*replicas, -1, layout.etp), axis=2)
-    edp_shard = layout.edp // layout.dp_replicate
     if layout.order.index("ep") < layout.order.index("dp"):
-        ranks = ranks.reshape(*replicas, edp_shard, layout.ep, layout.etp)
+        ranks = ranks.reshape(*replicas, layout.edp_shard, layout.ep, layout.etp)
     else:
-        ranks = ranks.reshape(*replicas, layout.ep, edp_shard, layout.etp).swapaxes(2, 3)
+        ranks = ranks.reshape(*replicas, layout.ep, layout.edp_shard, layout.etp).swapaxes(2, 3)
     ranks.flags.writeable = False
     return ranks
 
@@ -88,8 +87,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     place.update(zip(SPARSE_AXES, sparse, strict=True))
     place["dp"] = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
     place["cp"] = place["ring"] * layout.ulysses + place["ulysses"]
-    edp_shard_size = layout.edp // layout.dp_replicate
-    place["edp"] = place["dp_replicate"] * edp_shard_size + place["edp_shard"]
+    place["edp"] = place["dp_replicate"] * layout.edp_shard + place["edp_shard"]
     return place
 
 

@@ -82,7 +82,7 @@ def rank_work(
     here = coordinates(layout, rank)
     layers = layout.layers or split_layers(config.num_layers, layout.stages)
     ranges = stage_ranges(layers)
-    copies = max(1, layout.tp // config.num_kv_heads)
+    copies = kv_copies(layout, config)
     place = Place(
         tp=here["tp"],
         dp_shard=group(layout, "dp_shard_cp", rank).index(rank),
@@ -106,6 +106,11 @@ def rank_work(
             )
         )
     return works
+
+
+def kv_copies(layout: Layout, config: ModelConfig) -> int:
+    """How many tp ranks hold a copy of one kv head: more than one where heads are too few."""
+    return np.maximum(1, layout.tp // config.num_kv_heads)
 
 
 def part(size: int, parts: int, index: int) -> int:
@@ -148,6 +153,16 @@ class Weight:
         shards, index = shard_degree(work.layout, expert), work.place.dp_shard
         return part(rows, shards, work.place.edp_shard if expert else index) * _product(rest)
 
+    def is_sharded(self, layout: Layout) -> bool:
+        """Does ZeRO shard it? Expert weights need several copies for that."""
+        return layout.zero > 0 and shard_degree(layout, self.split == "expert") > 1
+
+    def gradient_elements(self, work: Work) -> int:
+        """Elements of its gradient on one rank once data parallelism has reduced it."""
+        if self.is_sharded(work.layout):
+            return self.shard_elements(work)
+        return self.elements(work)
+
     def padded_elements(self, work: Work) -> int:
         """Elements of all shards together as FSDP2 sends them, each padded to the largest."""
         rows, *rest = self.local_shape(work)
@@ -158,7 +173,7 @@ class Weight:
 def shard_degree(layout: Layout, expert: bool) -> int:
     """Over how many ranks ZeRO shards a weight."""
     if expert:
-        return layout.edp // layout.dp_replicate
+        return layout.edp_shard
     return layout.dp_shard * layout.cp
 
 

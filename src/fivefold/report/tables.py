@@ -42,11 +42,6 @@ def format_bytes(count: float) -> str:
     return _scaled(count, ("B", "KB", "MB", "GB", "TB", "PB"), " ")
 
 
-def format_count(count: float) -> str:
-    """`6.74B` parameters, `15.4K` tokens: three digits and K, M, B (1e9) or T (1e12)."""
-    return _scaled(count, ("", "K", "M", "B", "T"), "")
-
-
 def _scaled(value: float, units: Sequence[str], space: str) -> str:
     """`value` below 1000 of the first unit it fits, with three digits; a whole one unscaled."""
     scaled, power = float(value), 0

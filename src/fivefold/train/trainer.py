@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.layout.mesh import make_axes
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers, stage_ranges
 from fivefold.ledger import Ledger
@@ -22,6 +21,7 @@ from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.data.run import DataParallel, LocalParameter
 from fivefold.parallel.expert import run as expert
+from fivefold.parallel.mesh import make_axes
 from fivefold.parallel.pipeline.run import PipelineRank, StepSums
 from fivefold.parallel.pipeline.schedules import build, validate
 from fivefold.parallel.sequence import run as sequence

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.tensor.cost import local_gradient_elements
 from fivefold.parallel.work import (
     FP32,
     Weight,
@@ -77,8 +76,7 @@ def _sharded(work: Work) -> Iterator[Transfer]:
     if outside:
         # Where the backward pass follows the head at once its weights are kept for it; an
         # embedding's backward pass needs none.
-        at_once = layout.pp == 1 and layout.schedule == "1f1b"
-        gathered_again = zero3 and work.last and not at_once
+        gathered_again = zero3 and work.last and not layout.backward_follows_at_once
         yield from _unit(work, outside, 1, m * gathered_again)
     if layout.dp_replicate > 1:
         yield from _sum_replicas(work)
@@ -98,7 +96,7 @@ def _unit(work: Work, weights: list[Weight], units: int, backward_gathers: int):
 
 def _sum_replicas(work: Work) -> Iterator[Transfer]:
     """HSDP: the shards are summed over the replicas, in one message a chunk."""
-    sharded = [w for w in work_weights(work) if shard_degree(work.layout, w.split == "expert") > 1]
-    elements = sum(local_gradient_elements(work, w) for w in sharded)
+    sharded = [w for w in work_weights(work) if w.is_sharded(work.layout)]
+    elements = sum(w.gradient_elements(work) for w in sharded)
     size = work.layout.dp_replicate
     yield Transfer("dp", "optimizer", "all_reduce", size, elements * FP32, 1)

@@ -60,12 +60,8 @@ def _sum(work: Work, bytes_of) -> StateBytes:
     return total
 
 
-def _is_sharded(work: Work, weight: Weight) -> bool:
-    return work.layout.zero > 0 and shard_degree(work.layout, weight.split == "expert") > 1
-
-
 def _after_step(work: Work, weight: Weight, in_layer: bool) -> StateBytes:
-    if not _is_sharded(work, weight):
+    if not weight.is_sharded(work.layout):
         elements = weight.elements(work)
         copy = work.element_bytes * elements if work.element_bytes < FP32 else 0
         return StateBytes(FP32 * elements + copy, FP32 * elements, MOMENTS_BYTES * elements)
@@ -76,12 +72,12 @@ def _after_step(work: Work, weight: Weight, in_layer: bool) -> StateBytes:
 
 def _before_last_backward(work: Work, weight: Weight, in_layer: bool) -> StateBytes:
     state = _after_step(work, weight, in_layer)
-    if not _is_sharded(work, weight):
+    if not weight.is_sharded(work.layout):
         return state
     accumulates = work.layout.accumulation > 1
     gathered = work.element_bytes * weight.padded_elements(work)
     # ZeRO 3 keeps what is outside the layers where the backward pass follows at once.
-    at_once = work.layout.pp == 1 and work.layout.schedule == "1f1b"
+    at_once = work.layout.backward_follows_at_once
     if work.layout.zero == 3 and (in_layer or not at_once):
         gathered = 0
     gradients = state.gradients if accumulates else 0

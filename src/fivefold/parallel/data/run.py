@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.mesh import Axes
 from fivefold.model.moe import MoE
 from fivefold.model.parameters import local_tensor
 from fivefold.model.transformer import Layer, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
+from fivefold.parallel.mesh import Axes
 from fivefold.parallel.shards import Shards
 
 
@@ -160,7 +160,7 @@ class DataParallel:
     ) -> None:
         assert mesh is not None
         # Without a pipeline the backward pass follows the head at once: keep its weights.
-        at_once = self.axes.layout.pp == 1 and self.axes.layout.schedule == "1f1b"
+        at_once = self.axes.layout.backward_follows_at_once
         reshard = self.zero == 3 and not (module is self.stage and at_once)
         fully_shard(
             module,

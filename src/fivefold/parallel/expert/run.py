@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from fivefold.layout.mesh import Axes
 from fivefold.model.moe import MoE
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis
+from fivefold.parallel.mesh import Axes
 from fivefold.parallel.shards import Shards
 
 

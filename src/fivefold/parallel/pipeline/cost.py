@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.tensor.cost import local_gradient_elements
 from fivefold.parallel.work import FP32, Work, embedding_weight
 
 
@@ -21,5 +20,5 @@ def transfers(work: Work) -> Iterator[Transfer]:
     yield Transfer("pp", "forward", "send", 2, payload, m * (not work.last) * pipelined)
     yield Transfer("pp", "backward", "send", 2, payload, m * (not work.first) * pipelined)
     if work.holds_tied_copy:
-        payload = local_gradient_elements(work, embedding_weight(work.config)) * FP32
+        payload = embedding_weight(work.config).gradient_elements(work) * FP32
         yield Transfer("pp", "optimizer", "all_reduce", 2, payload, 1)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.layout.mesh import Axes
 from fivefold.model.transformer import MicroBatch, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
 from fivefold.parallel.data.run import DataParallel
-from fivefold.parallel.pipeline.schedules import Action, Schedule
+from fivefold.parallel.mesh import Axes
+from fivefold.parallel.pipeline.schedules import Action, Schedule, Step, messages
 
 
 @dataclass
@@ -51,16 +51,15 @@ class PipelineRank:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
-        before: Callable[[Action], None] | None = None,
     ) -> None:
         """`stages` and `data` by virtual stage; `hidden_shape` [sequence, batch, hidden] of the
-        hidden states that travel; `before` is called ahead of each action."""
+        hidden states that travel."""
         self.schedule, self.stages, self.data, self.axes = schedule, stages, data, axes
         self.hidden_shape = hidden_shape
         self.like = torch.empty(0, dtype=dtype, device=device)
-        self.before = before
-        self.actions = schedule.table[axes.coordinates["pp"]]
-        self.last_stage = schedule.stages - 1
+        self.steps = messages(schedule, axes.coordinates["pp"])
+        self.before: Callable[[Action], None] | None = None
+        """Called ahead of each action: for whoever watches or disturbs a run."""
 
     def run_step(self, micro_batches: Sequence[MicroBatch]) -> StepSums:
         """Forward and backward passes of one optimizer step."""
@@ -72,42 +71,42 @@ class PipelineRank:
         sums = StepSums(zero, zero.clone())
         for data in self.data.values():
             data.begin_step()
-        for action, following in zip(self.actions, [*self.actions[1:], None], strict=True):
+        for step, following in zip(self.steps, [*self.steps[1:], None], strict=True):
             if self.before:
-                self.before(action)
-            self._post_receive(action)
+                self.before(step.action)
+            self._post_receive(step)
             if following:
                 self._post_receive(following)
-            if action.kind == "F":
-                self._forward(action, micro_batches[action.micro_batch], sums)
+            if step.action.kind == "F":
+                self._forward(step, micro_batches[step.action.micro_batch], sums)
             else:
-                self._backward(action)
+                self._backward(step)
         for pending in self._leaving:
             pending.wait()
         return sums
 
-    def _forward(self, action: Action, batch: MicroBatch, sums: StepSums) -> None:
+    def _forward(self, step: Step, batch: MicroBatch, sums: StepSums) -> None:
         self.axes.recorder.phase = "forward"
+        action = step.action
         stage = self.stages[action.stage]
-        if action.stage == 0:
-            x = batch.tokens
-        else:
+        if step.receives:
             x = self._arriving.pop(action).wait().requires_grad_()
+        else:
+            x = batch.tokens
         out, balance = stage(x, batch)
         if balance is not None:
             sums.balance += balance.detach()
-        if stage.last:
-            sums.loss += out.detach()
-        else:
+        if step.sends:
             self._send(out.detach(), self.axes.channels.forward_out)
+        else:
+            sums.loss += out.detach()
         self._in_flight[action.stage, action.micro_batch] = _InFlight(x, out, balance)
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, step: Step) -> None:
         self.axes.recorder.phase = "backward"
+        action = step.action
         kept = self._in_flight.pop((action.stage, action.micro_batch))
-        grad = None
-        if action.stage != self.last_stage:
-            grad = self._arriving.pop(action).wait()
+        grad = self._arriving.pop(action).wait() if step.receives else None
         self._backwards_left[action.stage] -= 1
         data = self.data[action.stage]
         data.begin_backward(last_micro_batch=self._backwards_left[action.stage] == 0)
@@ -116,19 +115,18 @@ class PipelineRank:
         else:
             torch.autograd.backward([kept.out, kept.balance], [grad, None])
         data.end_backward()
-        if action.stage != 0:
+        if step.sends:
             assert kept.x.grad is not None
             self._send(kept.x.grad, self.axes.channels.backward_out)
 
-    def _post_receive(self, action: Action) -> None:
-        """Begin to receive what the action needs, once."""
-        forward = action.kind == "F"
-        if action in self._arriving or action.stage == (0 if forward else self.last_stage):
+    def _post_receive(self, step: Step) -> None:
+        """Begin to receive what the step needs, once."""
+        if step.receives is None or step.action in self._arriving:
             return
         channels = self.axes.channels
-        axis = channels.forward_in if forward else channels.backward_in
+        axis = channels.forward_in if step.action.kind == "F" else channels.backward_in
         assert axis is not None
-        self._arriving[action] = comm.start_receive(self.hidden_shape, self.like, axis)
+        self._arriving[step.action] = comm.start_receive(self.hidden_shape, self.like, axis)
 
     def _send(self, x: Tensor, axis: Axis | None) -> None:
         assert axis is not None

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.layout.mesh import Axes
 from fivefold.layout.notation import Layout
 from fivefold.model.layers import causal_attention
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis
+from fivefold.parallel.mesh import Axes
 from fivefold.parallel.sequence.flash import block_attention, block_attention_backward
 from fivefold.parallel.sequence.positions import ring_positions
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work, shard_degree, work_weights
+from fivefold.parallel.work import FP32, Work, kv_copies, work_weights
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
@@ -54,19 +54,11 @@ def transfers(work: Work) -> Iterator[Transfer]:
 def _partial_gradients(work: Work) -> Iterator[Transfer]:
     """Whole weights that each tp rank used on a part of the sequence or of the heads."""
     layout = work.layout
-    copies = max(1, layout.tp // work.config.num_kv_heads)
+    copies = kv_copies(layout, work.config)
     kinds = {"tp", "sp"} if layout.sp else {"tp"}
     split = "sp" if layout.sp else "tp"
     for group_size, partial in ((layout.tp, kinds), (copies, {"kv"})):
-        elements = sum(
-            local_gradient_elements(work, w) for w in work_weights(work) if w.partial in partial
-        )
+        weights = [w for w in work_weights(work) if w.partial in partial]
+        elements = sum(w.gradient_elements(work) for w in weights)
         calls = 1 if elements else 0
         yield Transfer(split, "optimizer", "all_reduce", group_size, elements * FP32, calls)
-
-
-def local_gradient_elements(work: Work, weight) -> int:
-    """Elements of a weight's gradient on one rank once data parallelism has reduced it."""
-    expert = weight.split == "expert"
-    sharded = work.layout.zero > 0 and shard_degree(work.layout, expert) > 1
-    return weight.shard_elements(work) if sharded else weight.elements(work)

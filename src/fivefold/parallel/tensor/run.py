@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from fivefold.layout.mesh import Axes
 from fivefold.model.layers import MLP, Attention
 from fivefold.model.moe import MoE
 from fivefold.model.transformer import Layer, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
+from fivefold.parallel.mesh import Axes
 from fivefold.parallel.shards import Shards
 
 
