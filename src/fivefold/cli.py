@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="""Choose, run and prove a five-way split of large-model training.
+    help="""Run and prove a five-way split of large-model training.
 
     The splits are data (DP, ZeRO), pipeline (PP), tensor (TP), sequence (SP: megatron, ulysses,
     ring) and expert parallelism (EP). A layout is one line of text, such as
@@ -212,6 +212,9 @@ def _print_json(data: dict) -> None:
     print(json.dumps(data, indent=2))
 
 
+INTERRUPTED = 130
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code.
 
@@ -223,6 +226,8 @@ def main(argv: list[str] | None = None) -> int:
         app(argv, prog_name="fivefold")
     except SystemExit as done:  # typer ends every command with it, usage errors too
         code = done.code if isinstance(done.code, int) else 1
+        if code == INTERRUPTED:
+            print("interrupted", file=sys.stderr)
     except UserError as error:
         code = _fail(str(error), 2)
     except ModuleNotFoundError as error:

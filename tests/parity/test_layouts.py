@@ -19,6 +19,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3": tiny("qwen3"),
     "tied qwen3": tiny("qwen3", vocab_size=127, tie_word_embeddings=True),
     "qwen3 of 2 kv heads": tiny("qwen3", num_key_value_heads=2),
+    "qwen2 of 1 kv head": tiny("qwen2", num_key_value_heads=1),
     "mixtral": tiny("mixtral"),
     "qwen2_moe": tiny("qwen2_moe", vocab_size=127),  # with a shared expert and its gate
     "qwen3_moe": tiny("qwen3_moe", mlp_only_layers=[1]),
@@ -41,6 +42,7 @@ CASES = [
     ("qwen3", "tp4 sp mb2 recompute=full"),
     ("tied qwen3", "tp2 sp dp2 zero3 mb2"),
     ("qwen3 of 2 kv heads", "tp4 sp mb2"),
+    ("qwen2 of 1 kv head", "tp2 sp ulysses2 mb2"),
     # pipeline
     ("llama", "pp2"),
     ("qwen2", "pp3 layers=2,1,1 schedule=gpipe mb2"),

@@ -17,6 +17,7 @@ from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
 from fivefold.parallel.mesh import make_axes
 from fivefold.train.data.samples import Batch, Samples, data_hash
+from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
 from fivefold.train.parity import RankRecord, compare, record
 from tests.parity.harness import (
@@ -173,3 +174,20 @@ def test_ranks_of_one_model_replica_read_the_same_samples_and_others_read_others
     assert all(first == second for first, second in by_replica.values())
     ids = [[i for batch, _ in reads[0] for i in batch] for reads in by_replica.values()]
     assert len(ids) == 2 and sorted(ids[0] + ids[1]) == sorted(samples.ids(0).tolist())
+
+
+# A rank that does not answer
+
+
+def wait_for_a_sleeper() -> None:
+    axes = make_axes(Layout(dp=2), dist.get_rank(), Recorder(), kv_heads=1)
+    if dist.get_rank() == 1:
+        time.sleep(30)
+    comm.all_reduce(torch.ones(4), axes.dp)
+
+
+def test_the_time_limit_of_a_run_holds_in_every_group() -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerFailure):
+        launch(wait_for_a_sleeper, 2, timeout_s=3)
+    assert time.monotonic() - began < 20

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.layout.notation import Layout
@@ -90,7 +92,7 @@ def make_axes(layout: Layout, rank: int, recorder: Recorder, kv_heads: int) -> A
     pp, replica = place["pp"], place["dp_replicate"]
 
     dense = np.sort(dense_ranks(layout)[pp, replica].reshape(-1, layout.tp), axis=0)
-    if copies > 1:
+    if 1 < copies < layout.tp:
         dense = dense.reshape(-1, layout.tp // copies, copies)
         kv = axis("kv", "tp", kv_rows.swapaxes(1, 2).reshape(-1, layout.tp // copies))
         dense_axes = {"fsdp": dp_shard, "kv": kv, "copies": kv_copies}
@@ -164,7 +166,14 @@ class _GroupMaker:
         # A dry run has no peers to keep in step with.
         if self._recorder.dry and self._rank not in ranks:
             return None
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=_time_limit()))
+
+
+def _time_limit() -> timedelta:
+    """That of the default process group; torch gives new groups its own default of half an hour."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    return getattr(backend.options, "_timeout", default_pg_timeout)
 
 
 def _first_and_last(layout: Layout) -> np.ndarray:

@@ -113,6 +113,7 @@ def choose_start(prepared: Prepared) -> Saved | None:
         steps = run.steps - (newest.step if newest else 0)
         saves = -(-steps // run.checkpoint.every)
         checkpoint.check_room(folder, prepared.config, run.checkpoint.keep, saves)
+    _make_folder(Path(run.out))
     return newest
 
 
@@ -126,6 +127,15 @@ def _check_writable(out: Path) -> None:
         raise UserError(f"out {out} cannot be made, for {exists} is a file: choose another out")
     if not os.access(exists, os.W_OK | os.X_OK):
         raise UserError(f"out {out} cannot be written: {exists} does not allow it")
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"out {out} cannot be made: {error.strerror}; choose another out"
+        ) from error
 
 
 def _say_what_goes_on(newest: Saved, run: Run) -> None:

@@ -94,12 +94,6 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Run:
-        warmup = self.lr_schedule.warmup_steps
-        if warmup > self.steps:
-            raise ValueError(
-                f"lr_schedule.warmup_steps {warmup} is more than the {self.steps} steps of the run;"
-                f" it may be {self.steps} at most"
-            )
         if self.out is None:
             for key, wanted in (
                 ("checkpoint.every", self.checkpoint.every is not None),

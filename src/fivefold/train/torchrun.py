@@ -46,6 +46,11 @@ def join(device: str, timeout_s: float = 300.0) -> None:
     import torch
 
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= world_size:
+        raise UserError(
+            f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are numbered from 0 to "
+            f"{world_size - 1}"
+        )
     store = _meet(rank, world_size, timeout_s)
     local_rank = 0
     if device == "cuda":

@@ -106,11 +106,12 @@ class _TensorSplit:
             self.entry = ReplicatedEntry(axes.tp)
             self.leave = partial(sum_over_ranks, axis=axes.tp)
         mesh = axes.dense_mesh
-        if axes.kv_copies.size > 1:
+        self.kv_mesh = None
+        if "kv" in (mesh.mesh_dim_names or ()):
             self.kv_mesh = mesh["kv", "copies"]
             self.mesh = self.kv_mesh._flatten("tp")
         else:
-            self.kv_mesh, self.mesh = None, mesh["tp"]
+            self.mesh = mesh["tp"]
 
     def split(self, stage: Stage) -> None:
         for index, layer in stage.model.layers.items():
@@ -174,11 +175,12 @@ class _TensorSplit:
 
     def _kv_by_rows(self, name: str) -> None:
         """With fewer kv heads than ranks, neighbours hold a copy of one and sum its gradient."""
-        if self.kv_mesh is None:
+        if self.axes.kv_copies.size == 1:
             self._by_rows(name)
-        else:
+            return
+        self.shards.partial[name] = self.axes.kv_copies
+        if self.kv_mesh is not None:  # else there is one head, and all ranks have it whole
             self.shards.split(name, self.kv_mesh, Shard(0), Replicate())
-            self.shards.partial[name] = self.axes.kv_copies
 
     def _partial_under_sp(self, name: str) -> None:
         """A weight used on slices of the sequence gets a part of its gradient on each rank."""

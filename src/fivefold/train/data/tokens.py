@@ -174,7 +174,7 @@ def _make_folder(
     except OSError as error:
         raise UserError(
             f"the tokens of {total:,} bytes of text cannot be written to {folder.parent}: "
-            f"{error.strerror}; make room there, or give another cache_dir"
+            f"{error.strerror}; make room there, or set data.cache to another folder"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
