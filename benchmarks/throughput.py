@@ -238,7 +238,7 @@ def as_markdown(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=6, help="timed steps a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each case")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases to run")

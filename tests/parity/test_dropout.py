@@ -21,7 +21,7 @@ SAMPLES = random_samples(128)
 
 def drop_much(trainer: Trainer) -> None:
     for stage in trainer.stages.values():
-        for layer in stage.model.layers.values():
+        for layer in stage.layers.values():
             layer.dropout = Dropout(0.3, seed=0)
 
 

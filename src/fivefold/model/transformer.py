@@ -7,6 +7,7 @@ with the layer's number in the whole model, so that a name means the same on eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -128,6 +129,11 @@ class Stage(nn.Module):
         self.first_id = 0  # of the vocabulary columns that this rank holds
         self.join: Join = no_join
 
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The stage's layers by their number in the whole model, in order."""
+        return cast("dict[str, Layer]", dict(self.model.layers.items()))
+
     def forward(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """x: token ids on the first stage, hidden states elsewhere, [sequence, batch(, hidden)].
 
@@ -137,7 +143,7 @@ class Stage(nn.Module):
         if self.first:
             x = self.model.embed_tokens(x)
         balance = None
-        for layer in self.model.layers.values():
+        for layer in self.layers.values():
             x, part = layer(x, batch)
             if part is not None:
                 balance = part if balance is None else balance + part
@@ -147,5 +153,5 @@ class Stage(nn.Module):
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.tied else self.lm_head
-        (logits,) = linears(x, [head], self.entry)
+        (logits,) = linears(x, [cast(nn.Linear, head)], self.entry)
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.first_id, self.join)

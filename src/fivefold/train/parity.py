@@ -119,7 +119,7 @@ class _ExpertLoads:
         self.trainer = trainer
         self.by_layer: dict[int, NDArray[np.int64]] = {}
         for stage in trainer.stages.values():
-            for index, layer in stage.model.layers.items():
+            for index, layer in stage.layers.items():
                 if isinstance(layer.mlp, MoE):
                     layer.mlp.experts.register_forward_pre_hook(self._counter(int(index)))
 

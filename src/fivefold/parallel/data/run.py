@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from fivefold.model.moe import MoE
@@ -104,7 +105,7 @@ class DataParallel:
     # ZeRO 0
 
     def _buffer_all(self) -> None:
-        layers = list(self.stage.model.layers.values())
+        layers = list(self.stage.layers.values())
         for layer in layers:
             buffers = self._buffer(_dense(layer), self.axes.dp)
             buffers += self._buffer(_experts(layer), self.axes.edp)
@@ -135,10 +136,10 @@ class DataParallel:
     # ZeRO 1-3
 
     def _shard_all(self, dtype: torch.dtype) -> None:
-        layers = list(self.stage.model.layers.values())
+        layers = list(self.stage.layers.values())
         for layer in layers:
             experts = _experts(layer)
-            if experts and self.axes.edp_shard.size > 1:
+            if isinstance(layer.mlp, MoE) and self.axes.edp_shard.size > 1:
                 mesh = self.axes.expert_mesh
                 self._shard(layer.mlp.experts, mesh, self.axes.edp_shard, dtype)
             else:  # too few replicas to shard over: as under ZeRO 0
@@ -243,7 +244,8 @@ class DataParallel:
 
 
 def _head(stage: Stage) -> list[nn.Parameter]:
-    return [stage.model.norm.weight] + ([] if stage.tied else [stage.lm_head.weight])
+    modules = [stage.model.norm] + ([] if stage.tied else [stage.lm_head])
+    return [p for module in modules for p in module.parameters()]
 
 
 def _experts(layer: Layer) -> list[nn.Parameter]:
@@ -275,7 +277,7 @@ def _prefetch_backward(modules: list[nn.Module]) -> None:
             previous = module
 
 
-class _AllGather:
+class _AllGather(AllGather):
     """FSDP2's all-gather of weights, issued and recorded by `comm`."""
 
     def __init__(self, axis: Axis) -> None:
@@ -290,7 +292,7 @@ class _AllGather:
         comm.start_all_gather(input_tensor, self.axis, out=output_tensor).wait()
 
 
-class _ReduceScatter:
+class _ReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter of gradients, issued and recorded by `comm`."""
 
     def __init__(self, axis: Axis) -> None:

@@ -24,7 +24,7 @@ from fivefold.parallel.shards import Shards
 
 def apply(stage: Stage, axes: Axes, shards: Shards) -> None:
     """Spread the experts of a stage (on the meta device) over the ep and etp ranks."""
-    for index, layer in stage.model.layers.items():
+    for index, layer in stage.layers.items():
         if not isinstance(layer.mlp, MoE):
             continue
         layer.mlp.exchange = ExpertExchange(axes)

@@ -34,7 +34,7 @@ def apply(stage: Stage, axes: Axes) -> None:
         core = partial(ulysses_attention, inner=core, axis=axes.ulysses)
     if axes.layout.recompute == "selective":
         core = partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
-    for layer in stage.model.layers.values():
+    for layer in stage.layers.values():
         layer.self_attn.core = core
 
 
@@ -196,9 +196,8 @@ class _Block:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the block's queries, and of all keys and values here in fp32."""
         k, v = self.keys(kv)
-        operands = [self.queries(x) for x in (grad, q)]
-        results = [self.queries(x) for x in (out, lse)]
-        dq, dk, dv = block_attention_backward(*operands, k, v, *results, self.causal, self.mask)
+        grad, q, out, lse = (self.queries(x) for x in (grad, q, out, lse))
+        dq, dk, dv = block_attention_backward(grad, q, k, v, out, lse, self.causal, self.mask)
         dkv = torch.zeros_like(kv, dtype=torch.float32)
         self.keys(dkv).copy_(torch.stack([dk, dv]))
         return dq, dkv

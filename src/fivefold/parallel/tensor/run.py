@@ -114,7 +114,7 @@ class _TensorSplit:
             self.mesh = mesh["tp"]
 
     def split(self, stage: Stage) -> None:
-        for index, layer in stage.model.layers.items():
+        for index, layer in stage.layers.items():
             self._split_layer(layer, f"model.layers.{index}")
         rows = -(-_vocab_size(stage) // self.axes.tp.size) if stage.first or stage.last else 0
         first_id = rows * self.axes.tp.index
