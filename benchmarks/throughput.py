@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from plain import PlainLoop
 
-from benchmarks.plain import PlainLoop
 from fivefold.layout import legality
 from fivefold.layout.notation import parse, stated, with_global_batch
 from fivefold.model.config import load_config
@@ -217,8 +217,8 @@ def summary(case: Case, measured: dict[str, list[Measurement]]) -> dict:
 
 def as_markdown(result: dict) -> str:
     lines = [
-        "| case | CPU s/step | of it kernel | of it gloo threads | page faults | tokens/s | ratio (min..max) | to "
-        "| target | best peer |",
+        "| case | CPU s/step | of it kernel | of it gloo threads | page faults | tokens/s "
+        "| ratio (min..max) | to | target | best peer |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
@@ -229,8 +229,8 @@ def as_markdown(result: dict) -> str:
             target = "-" if row["target"] is None else f"{row['target']:.2f}"
         lines.append(
             f"| {row['name']} | {row['cpu_s']:.3f} | {row['system_s']:.3f} "
-            f"| {row['gloo_s']:.3f} | {row['page_faults']:,.0f} | {row['tokens_per_s']:,.0f} | {ratio} | {against} "
-            f"| {target} | {peer} |"
+            f"| {row['gloo_s']:.3f} | {row['page_faults']:,.0f} | {row['tokens_per_s']:,.0f} "
+            f"| {ratio} | {against} | {target} | {peer} |"
         )
     lines.append("")
     lines.append(f"8 workers ready to step {result['start_up_s']:.1f} s after the command.")

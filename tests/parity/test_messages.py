@@ -191,3 +191,28 @@ def test_the_time_limit_of_a_run_holds_in_every_group() -> None:
     with pytest.raises(WorkerFailure):
         launch(wait_for_a_sleeper, 2, timeout_s=3)
     assert time.monotonic() - began < 20
+
+
+# Sums of all sizes
+
+
+def sum_of_many() -> list[bytes]:
+    axis = make_axes(Layout(dp=3), dist.get_rank(), Recorder(), kv_heads=1).dp
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    sums = []
+    for size in (1, 1000, comm.LARGE // 4, comm.LARGE + 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(size, generator=generator).to(dtype)
+            every = [torch.empty_like(x) for _ in range(3)]
+            dist.all_gather(every, x)
+            total = comm.all_reduce(x, axis)
+            expected = torch.stack(every).double().sum(0)
+            limit = 1e-6 if dtype == torch.float32 else 1e-2
+            assert (total.double() - expected).abs().max() <= limit * expected.abs().max()
+            sums.append(total.view(torch.uint8).numpy().tobytes())
+    return sums
+
+
+def test_all_ranks_get_the_same_bits_of_a_sum_of_any_size() -> None:
+    first, *others = launch(sum_of_many, 3)
+    assert all(other == first for other in others)
