@@ -224,7 +224,7 @@ case. An empty split is the one above; letters are those of `symbols`."""
 def symbols(case: Case, pp_rank: int) -> dict[str, float]:
     """What the letters of `FORMULAS` stand for on a rank; the page explains them."""
     config, layout = case.config, case.parsed
-    layer = layer_parameters(config, 0)
+    layer = layer_parameters(config, config.layer_kinds[0])
     matrix, tied = config.vocab_size * config.hidden_size, config.tied_embeddings
     tokens = layout.micro_batch * SEQUENCE_LENGTH // layout.cp
     element_bytes = ELEMENT_BYTES[PRECISION]

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 SPLITS = ("dp", "pp", "tp", "sp", "ep", "world")
 """Whose traffic it is. `world` is the one tiny message a step that sums loss and norm."""
@@ -30,23 +31,30 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Transfer:
-    """`calls` equal messages of one rank in one optimizer step."""
+    """`calls` equal messages of one rank in one optimizer step.
+
+    Group size, payload and calls are numbers, or arrays [n] over layouts (which no `Ledger` takes);
+    a message that does not happen has no calls. Costs say more than can be recorded: the axis of
+    the group (see `layout.ranks.AXES`), and whether recomputation sends the message again.
+    """
 
     split: str
     phase: str
     op: str
-    group_size: int
-    payload_bytes: float  # of one call
-    calls: float
+    group_size: Any
+    payload_bytes: Any  # of one call
+    calls: Any
     routed: bool = False
+    axis: str = field(default="", compare=False)
+    again: bool = field(default=False, compare=False)
 
     @property
-    def total_bytes(self) -> float:
+    def total_bytes(self) -> Any:
         """Payload of all calls."""
         return self.payload_bytes * self.calls
 
     @property
-    def wire_bytes(self) -> float:
+    def wire_bytes(self) -> Any:
         """Bytes that leave this rank in all calls, by the ring or direct algorithm.
 
         Ring all-reduce 2(n-1)/n of the payload; ring all-gather and reduce-scatter and direct

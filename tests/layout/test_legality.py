@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.layout.legality import allowed_tp, check, violations
-from fivefold.layout.notation import Layout, parse
+from fivefold.layout.legality import allowed_tp, check, legal, violations
+from fivefold.layout.many import Layouts
+from fivefold.layout.notation import PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Layout, parse
 from fivefold.model.config import ModelConfig, MoEConfig
 
 
@@ -74,7 +78,7 @@ TINY_D = dense()
 TINY_M = mixture()
 
 
-def only_violation(text: str, model: ModelConfig | None = None, **setting: int) -> str:
+def only_violation(text: str, model: ModelConfig | None = None, **setting: Any) -> str:
     broken = violations(parse(text), model, **setting)
     assert len(broken) == 1, broken
     assert "\n" not in broken[0]
@@ -125,6 +129,8 @@ def test_a_rule_about_the_layout_alone(text: str, neighbour: str, words: list[st
         (Layout(schedule="interleaved", pp=2, vpp=2), "gpipe or 1f1b"),
         (Layout(order=("tp", "dp")), "order=tp-dp"),
         (Layout(pp=2, layers=(8, 0)), "stage 1 0 layers"),
+        (Layout(recompute_layers=2), "recompute=none takes no number of layers"),
+        (Layout(recompute="full", recompute_layers=-1), "there is -1"),
     ],
 )
 def test_values_that_no_text_can_state_are_refused_too(layout: Layout, words: str):
@@ -263,3 +269,151 @@ def test_a_layout_may_break_several_rules_and_check_names_the_first():
     with pytest.raises(UserError) as error:
         check(layout, PHI_4, sequence_length=64, world_size=4)
     assert str(error.value) == broken[0]
+
+
+# Schedules that are planned, not run
+
+
+@pytest.mark.parametrize(
+    ("text", "neighbour", "words"),
+    [
+        ("schedule=zb-h1", "schedule=zb-h1 pp2", ["zb-h1", "pp is 1"]),
+        ("pp2 vpp2 schedule=zb-h1", "pp2 schedule=zb-h1", ["vpp 1, not vpp 2"]),
+        ("pp2 schedule=zb-v", "pp2 vpp2 schedule=zb-v", ["vpp 2, not vpp 1"]),
+        (
+            "pp2 vpp2 ga3 schedule=dualpipe-v",
+            "pp2 vpp2 ga5 schedule=dualpipe-v",
+            ["2 x pp 2 = 4", "not 3", "ga4"],
+        ),
+        ("pp4 ga9 schedule=dualpipe", "pp4 ga10 schedule=dualpipe", ["ga 9 is odd", "ga10"]),
+        ("pp3 ga8 schedule=dualpipe", "pp4 ga8 schedule=dualpipe", ["pp 3", "pp4 ga8"]),
+    ],
+)
+def test_a_rule_of_a_planned_schedule(text: str, neighbour: str, words: list[str]):
+    (message,) = violations(parse(text), running=False)
+    assert all(word in message for word in words), message
+    assert violations(parse(neighbour), running=False) == []
+
+
+def test_a_schedule_without_a_program_can_be_planned_and_is_refused_before_a_run():
+    layout = parse("pp2 vpp2 ga4 schedule=dualpipe-v")
+    assert violations(layout, running=False) == []
+    assert only_violation(str(layout)) == (
+        "schedule=dualpipe-v can be planned, not run yet: what runs is gpipe or 1f1b"
+    )
+
+
+# Many layouts at once
+
+SHARED_EXPERT = mixture(num_heads=12, num_kv_heads=4, shared_width=96, num_experts=12)
+MODELS = [None, TINY_D, PHI_4, QWEN3_30B, SHARED_EXPERT]
+
+SMALL = st.sampled_from([1, 1, 1, 2, 3, 4, 5, 8])
+DRAWN = st.builds(
+    Layout,
+    tp=SMALL,
+    sp=st.booleans(),
+    pp=SMALL,
+    vpp=st.sampled_from([1, 1, 2, 3]),
+    dp=st.sampled_from([0, 1, 2, 4, 6, 8, 16]),
+    dp_replicate=st.sampled_from([1, 1, 2, 3]),
+    zero=st.sampled_from([0, 0, 1, 2, 3, 4]),
+    ep=SMALL,
+    etp=st.sampled_from([1, 1, 2, 4]),
+    ulysses=SMALL,
+    ring=SMALL,
+    micro_batch=st.sampled_from([1, 2, 3]),
+    accumulation=st.sampled_from([-1, 1, 4, 6, 8, 16]),
+    recompute=st.sampled_from([*RECOMPUTE, "all"]),
+    recompute_layers=st.sampled_from([0, 0, 0, 2]),
+    schedule=st.sampled_from([*SCHEDULES, *PLANNED_SCHEDULES, "none"]),
+)
+
+
+@given(
+    st.lists(DRAWN, min_size=1, max_size=20),
+    st.sampled_from(MODELS),
+    st.sampled_from([None, 60, 62, 64, 96]),
+    st.sampled_from([None, None, 8]),
+    st.booleans(),
+    st.sampled_from([None, None, (4, 4), (3, 5, 0)]),
+)
+@settings(max_examples=200)
+def test_many_layouts_are_legal_exactly_where_each_breaks_no_rule(
+    layouts: list[Layout],
+    model: ModelConfig | None,
+    sequence_length: int | None,
+    world_size: int | None,
+    running: bool,
+    layers: tuple[int, ...] | None,
+):
+    layouts = [replace(layout, layers=layers) for layout in layouts]
+    setting = (model, sequence_length, world_size, running)
+    verdicts = legal(Layouts.of(layouts), *setting)
+    assert verdicts.tolist() == [not violations(layout, *setting) for layout in layouts]
+
+
+def test_a_fair_share_of_drawn_layouts_is_legal():
+    """Otherwise the comparison above would hold for rules that refuse everything."""
+    degrees = [(tp, pp, ep) for tp in (1, 2, 4) for pp in (1, 2, 4) for ep in (1, 2, 4, 5)]
+    layouts = [Layout(tp=tp, pp=pp, ep=ep, dp=4, zero=1) for tp, pp, ep in degrees]
+    assert legal(Layouts.of(layouts), TINY_M, 64).sum() == 27
+
+
+# Cases from the field, with their right answers
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
+def test_repeated_kv_heads_need_as_many_ranks_for_each(tp: int):
+    assert violations(parse(f"tp{tp}"), QWEN3_30B) == []  # 4 kv heads
+
+
+def test_refused_tp_degrees_name_the_nearest_that_work():
+    for tp in (4, 8):
+        assert "1, 2, 5, 10, 20 or 40" in only_violation(f"tp{tp}", PHI_4)
+    assert "tp may be 1 or 71" in only_violation("tp2", FALCON_7B)
+    assert 16 in allowed_tp(GPT_OSS_120B)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "words"),
+    [
+        ("pp4", 3, ["up to 3"]),
+        ("pp4 layers=24,24,24,22", 96, ["adds up to 94", "96 layers"]),
+        ("pp2 layers=10,10", 21, ["adds up to 20", "21 layers"]),
+    ],
+)
+def test_stages_that_drop_layers_or_are_empty_are_refused(text: str, layers: int, words: list[str]):
+    message = only_violation(text, dense(num_layers=layers))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("text", "layers"), [("pp4 layers=24,24,24,22", 94), ("pp4", 30)])
+def test_uneven_stages_are_legal(text: str, layers: int):
+    check(parse(text), dense(num_layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp2 dp4 ep3", ["ep 3", "ep may be 1, 2, 4 or 8"]),
+        ("dp16 ep16", ["8 experts", "1, 2, 4 or 8"]),
+    ],
+)
+def test_ep_needs_ranks_and_experts_to_share_out(text: str, words: list[str]):
+    message = " ".join(violations(parse(text), TINY_M))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("pp4 vpp2 ga3", False),
+        ("pp4 vpp2 ga4", True),
+        ("pp4 vpp2 ga6", False),
+        ("pp4 vpp2 ga8", True),
+        ("pp8 ga4", True),
+    ],
+)
+def test_the_verdict_on_micro_batches_comes_before_the_run(text: str, runs: bool):
+    assert (violations(parse(text), dense(num_layers=10)) == []) is runs

@@ -10,6 +10,7 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import (
     LARGEST,
     ORDER,
+    PLANNED_SCHEDULES,
     RECOMPUTE,
     SCHEDULES,
     Layout,
@@ -19,9 +20,15 @@ from fivefold.layout.notation import (
 )
 from fivefold.layout.words import nearest_choices, nearest_multiples
 
+RECOMPUTED = st.sampled_from(RECOMPUTE).flatmap(
+    lambda mode: st.tuples(st.just(mode), st.integers(0, 90 if mode == "full" else 0))
+)
 DEGREES = st.integers(1, 64) | st.integers(1, LARGEST)
 LAYOUTS = st.builds(
-    Layout,
+    lambda recompute, **fields: Layout(
+        recompute=recompute[0], recompute_layers=recompute[1], **fields
+    ),
+    recompute=RECOMPUTED,
     tp=DEGREES,
     sp=st.booleans(),
     pp=DEGREES,
@@ -35,8 +42,7 @@ LAYOUTS = st.builds(
     ring=DEGREES,
     micro_batch=DEGREES,
     accumulation=DEGREES,
-    recompute=st.sampled_from(RECOMPUTE),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from((*SCHEDULES, *PLANNED_SCHEDULES)),
     order=st.permutations(ORDER).map(tuple),
     layers=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple),
 )
@@ -113,6 +119,17 @@ def test_layers_print_as_runs_where_that_is_shorter(layers: tuple[int, ...], pri
     assert parse(printed).layers == layers
 
 
+def test_full_recomputation_may_name_the_first_layers_of_each_stage():
+    assert parse("recompute=full:4") == Layout(recompute="full", recompute_layers=4)
+    assert parse("recompute=full") == Layout(recompute="full", recompute_layers=0)
+    assert str(parse("recompute=full:4")) == "recompute=full:4"
+
+
+def test_schedules_that_are_planned_only_are_read_too():
+    for name in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"):
+        assert parse(f"pp2 schedule={name}").schedule == name
+
+
 def test_interleaved_is_1f1b_with_chunks():
     assert parse("schedule=interleaved pp2 vpp2") == parse("pp2 vpp2 schedule=1f1b")
     assert "vpp2" in refused("pp2 schedule=interleaved")
@@ -151,7 +168,10 @@ def test_stated_names_the_tokens_of_the_text_only():
         ("order=tp-cp-ep-dp-dp", "each of tp, cp, ep, dp, pp once"),
         ("recompute", "write it like recompute=none|selective|full"),
         ("recompute=all", "none, selective or full"),
-        ("schedule=dualpipe", "gpipe, 1f1b or interleaved"),
+        ("recompute=selective:4", "recompute=full:4"),
+        ("recompute=full:x", "recompute=full:4"),
+        ("recompute=full:0", "recomputed layers must be 1 or more, not 0"),
+        ("schedule=dualpipes", "gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe or dualpipe-v"),
         ("layers=8,x", "'x' in layers=8,x"),
         ("layers=", "write 8 or 8*14"),
         ("layers=8,0", "layers of a stage must be 1 or more, not 0"),
@@ -276,6 +296,13 @@ def test_three_numbers_must_agree():
 
 def test_accumulation_that_was_only_a_default_is_no_statement():
     assert with_global_batch(parse("dp2 mb2"), 16).accumulation == 4
+
+
+def test_changing_dp_keeps_the_global_batch():
+    steps = [with_global_batch(parse(f"dp{dp} tp{4 // dp} mb2"), 8) for dp in (1, 2, 4)]
+    assert [layout.accumulation for layout in steps] == [4, 2, 1]
+    assert [layout.world_size for layout in steps] == [4, 4, 4]
+    assert {layout.global_batch for layout in steps} == {8}
 
 
 def test_an_empty_global_batch_is_refused():

@@ -3,12 +3,14 @@ from __future__ import annotations
 import time
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.layout.stages import split_layers, stage_ranges
+from fivefold.layout.notation import Layout
+from fivefold.layout.stages import rank_stages, split_layers, split_layers_many, stage_ranges
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,41 @@ def test_stages_hold_layers_in_model_order():
         range(48, 72),
         range(72, 94),
     ]
+
+
+@given(models())
+def test_stages_of_many_layouts_are_split_by_the_same_rule(model: tuple[int, int]):
+    num_layers, stages = model
+    begins, ends = split_layers_many(num_layers, np.full(stages, stages), np.arange(stages))
+    ranges = stage_ranges(split_layers(num_layers, stages))
+    assert [range(a, b) for a, b in zip(begins, ends, strict=True)] == ranges
+
+
+def test_stages_of_every_small_model_are_split_by_the_same_rule():
+    for num_layers in range(1, 40):
+        for stages in range(1, num_layers + 1):
+            begins, ends = split_layers_many(num_layers, np.full(stages, stages), np.arange(stages))
+            assert tuple((ends - begins).tolist()) == split_layers(num_layers, stages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(pp=3), [[0], [1], [2]]),
+        (Layout(pp=3, vpp=2), [[0, 3], [1, 4], [2, 5]]),
+        (Layout(pp=3, vpp=2, schedule="dualpipe-v"), [[0, 5], [1, 4], [2, 3]]),
+        (Layout(pp=2, vpp=2, schedule="zb-v"), [[0, 3], [1, 2]]),
+        (Layout(pp=4, schedule="dualpipe"), [[0, 3], [1, 2], [2, 1], [3, 0]]),
+    ],
+)
+def test_the_schedule_says_which_rank_holds_which_stages(layout: Layout, ranks: list[list[int]]):
+    assert [rank_stages(layout, rank) for rank in range(layout.pp)] == ranks
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages"), [(30, 4), (10, 3), (7, 2), (61, 8), (46, 4), (94, 4), (3, 3)]
+)
+def test_every_layer_is_placed_once_and_sizes_differ_by_at_most_one(num_layers: int, stages: int):
+    layers = split_layers(num_layers, stages)
+    assert sum(layers) == num_layers
+    assert max(layers) - min(layers) <= 1

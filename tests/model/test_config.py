@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.model.config import READERS, ModelConfig, load_config
+from fivefold.model.config import (
+    TRAINED_FAMILIES,
+    ModelConfig,
+    load_config,
+    require_trainable,
+)
+from fivefold.model.families import READERS
+from fivefold.model.presets import PUBLISHED, load_preset
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 EXAMPLE_OF_FAMILY = {
     "llama": "llama-3.1-8b",
     "mistral": "mistral-nemo-12b",
@@ -24,6 +30,19 @@ EXAMPLE_OF_FAMILY = {
     "qwen2_moe": "qwen1.5-moe-a2.7b",
     "qwen3": "qwen3-0.6b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "llama4": "llama-4-scout",
+    "gemma2": "gemma-2-9b",
+    "gemma3": "gemma-3-27b",
+    "gemma3_text": "gemma-3-270m",
+    "phi3": "phi-3-mini",
+    "gpt2": "gpt2",
+    "gpt_neox": "gpt-neox-20b",
+    "falcon": "falcon-7b",
+    "gpt_oss": "gpt-oss-120b",
+    "deepseek_v2": "deepseek-v2-lite",
+    "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
+    "glm4_moe": "glm-4.5",
 }
 SIZES = [
     "vocab_size",
@@ -36,7 +55,7 @@ SIZES = [
 
 def values(family: str, **changes: Any) -> dict[str, Any]:
     """The example of a family with changes; a change to ... takes the key away."""
-    content = json.loads((EXAMPLES / f"{EXAMPLE_OF_FAMILY[family]}.json").read_text())
+    content = json.loads((PUBLISHED / f"{EXAMPLE_OF_FAMILY[family]}.json").read_text())
     changed = {**content, **changes}
     return {key: value for key, value in changed.items() if value is not ...}
 
@@ -44,6 +63,16 @@ def values(family: str, **changes: Any) -> dict[str, Any]:
 def refusal(family: str, **changes: Any) -> str:
     with pytest.raises(UserError) as error:
         load_config(values(family, **changes))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def untrainable(family: str, **changes: Any) -> str:
+    """Why a model that can be planned cannot be trained."""
+    config = load_config(values(family, **changes))
+    with pytest.raises(UserError) as error:
+        require_trainable(config)
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -62,7 +91,7 @@ def test_a_file_its_folder_and_its_content_give_the_same_config(tmp_path: Path) 
     from_content = load_config(content)
     assert load_config(tmp_path) == from_content
     assert load_config(str(tmp_path / "config.json")) == from_content
-    assert load_config(EXAMPLES / "qwen3-30b-a3b.json") == from_content
+    assert load_config(PUBLISHED / "qwen3-30b-a3b.json") == from_content
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"llama"', "[" * 100_000, "\udcff"])
@@ -78,7 +107,7 @@ def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "", None, 7, ["llama"]])
+@pytest.mark.parametrize("model_type", ["bert", "", None, 7, ["llama"]])
 def test_an_unknown_model_type_is_refused_with_the_known_ones(model_type: Any) -> None:
     message = refusal("llama", model_type=model_type)
     assert repr(model_type) in message
@@ -86,7 +115,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones(model_type: Any) -
 
 
 def test_every_example_is_read() -> None:
-    paths = sorted(EXAMPLES.glob("*.json"))
+    paths = sorted(PUBLISHED.glob("*.json"))
     known = [path for path in paths if json.loads(path.read_text())["model_type"] in READERS]
     assert len(known) >= 14
     for path in known:
@@ -96,7 +125,7 @@ def test_every_example_is_read() -> None:
 # --- What each family means without saying it
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_embeddings_are_not_tied_when_the_key_is_absent(family: str) -> None:
     assert load(family, tie_word_embeddings=...).tied_embeddings is False
     assert load(family, tie_word_embeddings=True).tied_embeddings is True
@@ -165,12 +194,12 @@ def test_qkv_bias_is_a_key_of_qwen2_moe_alone() -> None:
     assert "qkv_bias" in refusal("qwen2", qkv_bias=False)
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_an_explicit_head_dim_wins_over_hidden_size_by_heads(family: str) -> None:
     assert load(family, head_dim=96).head_dim == 96
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_head_dim_is_hidden_size_by_heads_but_128_in_qwen3(family: str) -> None:
     content = values(family, head_dim=...)
     by_rule = content["hidden_size"] // content["num_attention_heads"]
@@ -189,13 +218,13 @@ def test_llama_without_key_value_heads_has_one_a_query_head() -> None:
     assert load("llama", num_key_value_heads=...).num_kv_heads == 32
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_null_key_value_heads_are_one_a_query_head(family: str) -> None:
     config = load(family, num_key_value_heads=None)
     assert config.num_kv_heads == config.num_heads
 
 
-@pytest.mark.parametrize("family", sorted(set(READERS) - {"llama"}))
+@pytest.mark.parametrize("family", sorted(set(TRAINED_FAMILIES) - {"llama"}))
 def test_key_value_heads_are_not_guessed_where_the_class_default_is_one_models_size(
     family: str,
 ) -> None:
@@ -211,7 +240,7 @@ def test_mixtral_has_its_experts_in_every_layer_and_always_renormalises() -> Non
     assert (moe.num_experts, moe.experts_per_token, moe.expert_intermediate_size) == (8, 2, 14336)
     assert (moe.shared_intermediate_size, moe.shared_gate) == (0, False)
     assert moe.norm_topk_prob and all(moe.layers) and len(moe.layers) == 32
-    assert "norm_topk_prob" in refusal("mixtral", norm_topk_prob=False)
+    assert "norm_topk_prob" in untrainable("mixtral", norm_topk_prob=False)
 
 
 def test_qwen2_moe_has_a_shared_expert_with_a_sigmoid_gate() -> None:
@@ -312,7 +341,7 @@ def test_the_converted_coefficient_gives_the_loss_hugging_face_would_add(uniform
 # --- Sizes are never guessed, and have to be sizes
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 @pytest.mark.parametrize("key", SIZES)
 def test_a_missing_size_is_refused_by_name(family: str, key: str) -> None:
     assert key in refusal(family, **{key: ...})
@@ -398,7 +427,23 @@ def test_a_config_can_be_the_key_of_a_cache() -> None:
 # --- Keys that would change the mathematics
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("add_cross_attention", True),
+        ("logit_scale", 0.0625),
+        ("num_nextn_predict_layers", 1),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+    ],
+)
+def test_what_might_change_the_weights_is_refused_by_name(
+    family: str, key: str, value: Any
+) -> None:
+    assert key in refusal(family, **{key: value})
+
+
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -406,18 +451,26 @@ def test_a_config_can_be_the_key_of_a_cache() -> None:
         ("attention_dropout", 0.1),
         ("hidden_dropout", 0.1),
         ("partial_rotary_factor", 0.5),
-        ("add_cross_attention", True),
         ("quantization_config", {"bits": 4}),
-        ("logit_scale", 0.0625),
-        ("num_nextn_predict_layers", 1),
-        ("layer_types", ["full_attention", "sliding_attention"]),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(family: str, key: str, value: Any) -> None:
-    assert key in refusal(family, **{key: value})
+def test_what_changes_no_size_is_planned_but_not_trained(family: str, key: str, value: Any) -> None:
+    assert key in untrainable(family, **{key: value})
 
 
-@pytest.mark.parametrize("family", READERS)
+def test_all_that_cannot_be_trained_is_named_in_one_sentence() -> None:
+    message = untrainable("llama", hidden_act="gelu", attention_dropout=0.1)
+    assert "hidden_act" in message and "attention_dropout = 0.1" in message
+    require_trainable(load("llama"))
+
+
+@pytest.mark.parametrize("family", sorted(set(EXAMPLE_OF_FAMILY) - set(TRAINED_FAMILIES)))
+def test_a_family_without_torch_modules_is_planned_but_not_trained(family: str) -> None:
+    message = untrainable(family)
+    assert family in message and "qwen3_moe" in message
+
+
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_what_changes_nothing_is_ignored(family: str) -> None:
     harmless = {
         "architectures": ["SomeForCausalLM"],
@@ -436,15 +489,18 @@ def test_what_changes_nothing_is_ignored(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
-def test_a_window_shorter_than_the_longest_sequence_is_refused(family: str) -> None:
-    message = refusal(family, sliding_window=4096, max_position_embeddings=32768)
+def test_a_window_shorter_than_the_longest_sequence_is_not_trained(family: str) -> None:
+    binding = {"sliding_window": 4096, "max_position_embeddings": 32768}
+    message = untrainable(family, **binding)
     assert "sliding_window 4096" in message and "32768" in message
-    assert load(family, sliding_window=4096, max_position_embeddings=4096).num_layers
-    assert load(family, sliding_window=None).num_layers
+    config = load(family, **binding)
+    assert config.windows == (4096,) * config.num_layers
+    assert load(family, sliding_window=4096, max_position_embeddings=4096).windows is None
+    assert load(family, sliding_window=None).windows is None
 
 
 def test_mistral_without_the_key_has_the_window_of_its_class() -> None:
-    assert "sliding_window 4096" in refusal("mistral", sliding_window=...)
+    assert "sliding_window 4096" in untrainable("mistral", sliding_window=...)
     assert load("mixtral", sliding_window=...) == load("mixtral")
 
 
@@ -453,8 +509,27 @@ def test_a_qwen_window_counts_only_when_it_is_used(family: str) -> None:
     assert load(family, sliding_window=128, use_sliding_window=False) == load(family)
     assert load(family, sliding_window=128, use_sliding_window=...) == load(family)
     assert load(family, sliding_window=None, use_sliding_window=True) == load(family)
-    assert "sliding_window 128" in refusal(family, sliding_window=128, use_sliding_window=True)
-    assert "sliding_window 4096" in refusal(family, sliding_window=..., use_sliding_window=True)
+    used = {"use_sliding_window": True, "max_window_layers": 1}
+    assert "sliding_window 128" in untrainable(family, sliding_window=128, **used)
+    assert "sliding_window 4096" in untrainable(family, sliding_window=..., **used)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen2", (0, 0, 64, 64)),
+        ("qwen3", (0, 0, 64, 64)),
+        ("qwen2_moe", (64, 0, 0, 0)),
+        ("qwen3_moe", (64, 64, 64, 64)),
+    ],
+)
+def test_the_layers_with_a_qwen_window_follow_the_class(
+    family: str, expected: tuple[int, ...]
+) -> None:
+    changes = {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2}
+    config = load(family, sliding_window=64, **changes)
+    assert config.windows == expected
+    assert [kind.window for kind in config.layer_kinds] == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -463,9 +538,163 @@ def test_a_qwen_window_counts_only_when_it_is_used(family: str) -> None:
 def test_without_a_longest_sequence_the_window_is_held_against_the_classs(
     family: str, positions: int
 ) -> None:
-    absent = {"max_position_embeddings": ..., "use_sliding_window": family == "qwen3"}
+    absent: dict[str, Any] = {"max_position_embeddings": ...}
+    if family == "qwen3":
+        absent |= {"use_sliding_window": True, "max_window_layers": 0}
     assert load(family, sliding_window=positions, **absent) == load(family)
-    assert str(positions) in refusal(family, sliding_window=positions - 1, **absent)
+    assert str(positions) in untrainable(family, sliding_window=positions - 1, **absent)
+
+
+def test_layer_types_say_which_layers_have_the_window() -> None:
+    types = ["full_attention", "sliding_attention"] * 16
+    config = load("mixtral", layer_types=types, sliding_window=1024)
+    assert config.windows == (0, 1024) * 16
+    assert "layer_types" in refusal("mixtral", layer_types=types[1:], sliding_window=1024)
+    assert "layer_types" in refusal("llama", layer_types=types)
+
+
+# --- The families that are planned only (field cases 34, 35, 37, 38 and 40)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("gemma2", True),
+        ("gpt2", True),
+        ("falcon", True),
+        ("gemma3_text", True),
+        ("gemma3", True),
+        ("llama4", False),
+        ("gpt_oss", False),
+        ("deepseek_v3", False),
+        ("gpt_neox", False),
+        ("phi3", False),
+    ],
+)
+def test_an_absent_key_ties_the_head_as_the_familys_class_does(family: str, tied: bool) -> None:
+    assert load(family, tie_word_embeddings=...).tied_embeddings is tied
+    assert load(family, tie_word_embeddings=not tied).tied_embeddings is not tied
+
+
+def test_mla_reads_null_as_no_compression_and_an_absent_rank_as_an_error() -> None:
+    config = load("deepseek_v2")
+    assert config.mla is not None and config.mla.q_lora_rank is None
+    assert "q_lora_rank" in refusal("deepseek_v2", q_lora_rank=...)
+    assert (config.qk_head_dim, config.v_head_dim) == (192, 128)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 16, ...])
+def test_key_value_heads_say_nothing_with_mla(kv_heads: Any) -> None:
+    assert load("deepseek_v2", num_key_value_heads=kv_heads) == load("deepseek_v2")
+    assert load("deepseek_v2").num_kv_heads == 16
+
+
+MLA_SIZES = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+DEEPSEEK_SIZES = ["n_routed_experts", "n_shared_experts", "num_experts_per_tok"]
+DEEPSEEK_SIZES += ["moe_intermediate_size", "first_k_dense_replace"]
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *(("deepseek_v3", key) for key in [*SIZES, *MLA_SIZES, *DEEPSEEK_SIZES, "q_lora_rank"]),
+        *(("glm4_moe", key) for key in [*SIZES, *DEEPSEEK_SIZES, "num_key_value_heads"]),
+        *(("gpt_oss", key) for key in [*SIZES, "num_local_experts", "num_experts_per_tok"]),
+        *(("gpt_oss", key) for key in ["sliding_window", "num_key_value_heads"]),
+        *(("gemma2", key) for key in [*SIZES, "head_dim", "num_key_value_heads"]),
+        *(("gemma3_text", key) for key in ["head_dim", "sliding_window"]),
+        *(("phi3", key) for key in SIZES),
+        *(("gpt2", key) for key in ["n_embd", "n_layer", "n_head", "vocab_size", "n_positions"]),
+        *(("gpt_neox", key) for key in SIZES),
+        *(("falcon", key) for key in ["hidden_size", "num_hidden_layers", "vocab_size"]),
+        ("falcon", "num_attention_heads"),
+    ],
+)
+def test_a_missing_size_of_a_planned_family_is_refused_by_name(family: str, key: str) -> None:
+    assert key in refusal(family, **{key: ...})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [*SIZES, "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok"]
+    + ["attention_chunk_size"],
+)
+def test_a_missing_size_of_a_nested_text_model_is_refused_by_name(key: str) -> None:
+    text = {**values("llama4")["text_config"]}
+    del text[key]
+    assert f"text_config.{key}" in refusal("llama4", text_config=text)
+
+
+def test_a_nested_text_model_is_read_and_the_vision_tower_noted() -> None:
+    scout, gemma = load("llama4"), load("gemma3")
+    assert (scout.hidden_size, scout.num_layers) == (5120, 48)
+    assert "871,932,416" in scout.notes[0] and "not included" in scout.notes[0]
+    assert "423,060,336" in gemma.notes[0]
+    assert load("llama4", vision_config={"hidden_size": 1408}) == scout
+    assert "text_config" in refusal("llama4", text_config=...)
+    text = values("gemma3")["text_config"]
+    assert load_config({**text}).notes == ()
+    assert "text_config.moe_width" in refusal("gemma3", text_config={**text, "moe_width": 7})
+
+
+def test_an_unknown_key_of_a_planned_family_is_refused_by_name() -> None:
+    for family in sorted(set(EXAMPLE_OF_FAMILY) - set(TRAINED_FAMILIES)):
+        assert "some_width" in refusal(family, some_width=7)
+
+
+def test_llama4_has_chunks_in_three_layers_of_four_and_a_shared_expert_in_each_mixture() -> None:
+    config = load_preset("llama-4-maverick")
+    assert config.windows is not None and config.moe is not None
+    assert config.windows[:8] == (8192, 8192, 8192, 0) * 2
+    assert [config.is_moe(layer) for layer in range(4)] == [False, True, False, True]
+    assert (config.intermediate_size, config.moe.shared_intermediate_size) == (16384, 8192)
+    text = {**values("llama4")["text_config"], "no_rope_layers": [1, 0] * 24}
+    assert load("llama4", text_config=text).windows == (8192, 0) * 24
+    text["attention_chunk_size"] = None
+    assert load("llama4", text_config=text).windows is None
+
+
+def test_gemma_windows_alternate_or_leave_out_every_sixth_layer() -> None:
+    assert load("gemma2").windows == (4096, 0) * 21
+    windows = load("gemma3_text").windows
+    assert windows is not None and windows[:7] == (512, 512, 512, 512, 512, 0, 512)
+    types = ["full_attention"] + ["sliding_attention"] * 17
+    named = load("gemma3_text", layer_types=types, sliding_window_pattern=...)
+    assert named.windows == (0,) + (512,) * 17
+
+
+def test_gemma_takes_the_new_style_of_rope_parameters_for_each_kind_of_layer() -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    changes = {"rope_theta": ..., "rope_local_base_freq": ...}
+    assert load("gemma3_text", rope_parameters=rope, **changes).rope_theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads", "norms"),
+    [
+        ({}, 1, 1),
+        ({"multi_query": False}, 71, 1),
+        ({"parallel_attn": False}, 1, 2),
+        ({"new_decoder_architecture": True, "num_kv_heads": 71}, 71, 2),
+        ({"new_decoder_architecture": True}, 71, 2),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, 71, 1),
+    ],
+)
+def test_falcon_has_its_heads_and_norms_by_rule(
+    changes: dict[str, Any], kv_heads: int, norms: int
+) -> None:
+    config = load("falcon", **changes)
+    assert (config.num_kv_heads, config.norms_per_layer) == (kv_heads, norms)
+
+
+def test_dropout_is_noted_and_gpt2_has_it_without_the_keys() -> None:
+    absent = {"attn_pdrop": ..., "embd_pdrop": ..., "resid_pdrop": ...}
+    assert load("gpt2", **absent).dropout
+    assert not load("gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).dropout
+    assert not load("llama").dropout and load("llama", attention_dropout=0.1).dropout
 
 
 # --- Whatever stands in the file
@@ -480,7 +709,7 @@ JSON = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_value_of_any_key_is_read_or_refused_in_one_sentence(data: st.DataObject) -> None:
-    content = values(data.draw(st.sampled_from(sorted(READERS))))
+    content = values(data.draw(st.sampled_from(sorted(EXAMPLE_OF_FAMILY))))
     key = data.draw(st.sampled_from(sorted(content)) | st.text(max_size=8))
     # A number of layers in the millions would be read, but not in the time of a test.
     content[key] = data.draw(JSON.filter(lambda value: not (type(value) is int and value > 999)))

@@ -1,13 +1,15 @@
 """Counts are equal, to the unit, to the public totals of the models' published weights.
 
 data/counts.csv: `total` is the number of weights in the published safetensors files (Hugging Face
-hub; llama-2-70b without its stored rotary buffers, mixtral-8x22b with its base model's
-vocabulary); the other columns follow from it by the conventions of fivefold.model.counts.
+hub; without stored rotary buffers, vision towers, fp8 scales and second copies of a tied head,
+mixtral-8x22b with its base model's vocabulary); the other columns follow from it by the
+conventions of fivefold.model.counts, FLOPs without windows but for gpt-oss-120b.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import subprocess
@@ -19,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.model.config import ModelConfig, MoEConfig, load_config
+from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig, load_config
 from fivefold.model.counts import (
     count_parameters,
     flops_per_token,
@@ -28,8 +30,9 @@ from fivefold.model.counts import (
     layer_parameters,
     parameter_shapes,
 )
+from fivefold.model.presets import PUBLISHED as PUBLISHED_CONFIGS
+from fivefold.model.presets import load_preset
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 with open(Path(__file__).parent / "data" / "counts.csv", newline="") as file:
     PUBLISHED = list(csv.DictReader(file))
 
@@ -62,13 +65,14 @@ TINY_M = load_config(
 
 
 def example(name: str) -> ModelConfig:
-    return load_config(EXAMPLES / f"{name}.json")
+    return load_preset(name)
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["model"])
 def test_counts_and_flops_equal_the_published_numbers(row: dict[str, str]) -> None:
     config = example(row["model"])
     counts = count_parameters(config)
+    unwindowed = config if row["model"] == "gpt-oss-120b" else replace(config, windows=None)
     counted = {
         "total": counts.total,
         "active": counts.active,
@@ -76,14 +80,16 @@ def test_counts_and_flops_equal_the_published_numbers(row: dict[str, str]) -> No
         "embedding": counts.embedding,
         "head": counts.head,
         "routed_experts": counts.routed_experts,
-        "flops_4096": flops_per_token(config, 4096, causal=False),
-        "flops_8192": flops_per_token(config, 8192, causal=False),
+        "mixtures": sum(config.moe.layers) if config.moe else 0,
+        "mtp": count_parameters(config, mtp=True).mtp,
+        "flops_4096": flops_per_token(unwindowed, 4096, causal=False),
+        "flops_8192": flops_per_token(unwindowed, 8192, causal=False),
     }
     assert counted == {name: int(row[name]) for name in counted}
 
 
 def test_all_published_models_of_the_families_are_in_the_table() -> None:
-    assert len(PUBLISHED) == 14
+    assert len(PUBLISHED) == 31
 
 
 def test_the_tiny_models_have_their_known_counts() -> None:
@@ -106,7 +112,116 @@ def test_flops_of_qwen3_30b_count_active_weights_and_say_whether_causal() -> Non
 
 
 def test_flops_of_llama_8b_causal() -> None:
-    assert flops_per_token(example("llama-3.1-8b"), 8192, causal=True) == 51_471_998_976
+    config = example("llama-3.1-8b")
+    assert flops_per_token(config, 8192, causal=False) == 57_914_449_920
+    assert flops_per_token(config, 8192, causal=True) == 51_471_998_976
+
+
+def test_windows_bound_the_keys_of_their_layers() -> None:
+    config = example("gpt-oss-120b")
+    assert flops_per_token(config, 8192, causal=False) == 38_158_100_352
+    assert flops_per_token(replace(config, windows=None), 8192, causal=False) == 45_292_611_456
+    gemma = example("gemma-2-9b")  # 21 of its layers see 4096 keys, 16 heads of 256
+    full = flops_per_token(replace(gemma, windows=None), 8192, causal=False)
+    assert full - flops_per_token(gemma, 8192, causal=False) == 21 * 6 * 16 * 512 * 4096
+
+
+def test_mtp_is_counted_only_when_asked_for_and_once_without_copies() -> None:
+    """Stored files: DeepSeek-R1's with copies of embedding and head, GLM-4.6's without."""
+    for name, stored, copies in [
+        ("deepseek-v3", 684_489_845_504, 1),
+        ("glm-4.5-air", 110_468_824_832, 1),
+        ("glm-4.5", 358_337_791_296, 1),
+        ("glm-4.5", 356_785_898_816, 0),
+    ]:
+        config = example(name)
+        without, counts = count_parameters(config), count_parameters(config, mtp=True)
+        assert counts.total == without.total + counts.mtp and without.mtp == 0
+        assert counts.total + copies * (counts.embedding + counts.head) == stored
+        assert counts.active > without.active
+
+
+def test_an_mtp_module_runs_a_layer_its_projection_and_the_head() -> None:
+    config = example("deepseek-v3")
+    more = flops_per_token(config, 4096, False, mtp=True) - flops_per_token(config, 4096, False)
+    layer = layer_flops_per_token(config, config.layer_kinds[-1], 4096, False)
+    assert more == layer + 6 * (2 * 7168**2 + 3 * 7168 + 129_280 * 7168)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "total"),
+    [
+        ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
+        ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
+        (
+            "gemma-2-9b",
+            {
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+            },
+            2_614_341_888,
+        ),
+        (
+            "gemma-3-270m",
+            {
+                "hidden_size": 1152,
+                "intermediate_size": 6912,
+                "num_hidden_layers": 26,
+            },
+            999_885_952,
+        ),
+        ("gpt-oss-120b", {"num_local_experts": 32, "num_hidden_layers": 24}, 20_914_757_184),
+        (
+            "deepseek-v2-lite",
+            {
+                "hidden_size": 5120,
+                "intermediate_size": 12288,
+                "moe_intermediate_size": 1536,
+                "num_hidden_layers": 60,
+                "num_attention_heads": 128,
+                "q_lora_rank": 1536,
+                "n_routed_experts": 160,
+            },
+            235_741_434_880,
+        ),
+        (
+            "phi-3-mini",
+            {
+                "hidden_size": 5120,
+                "intermediate_size": 17920,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 10,
+            },
+            13_960_238_080,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_sizes_of_a_family_have_their_published_totals(
+    name: str, changes: dict[str, int | None], total: int
+) -> None:
+    """gpt2-xl and -medium, gemma-2-2b, gemma-3-1b, gpt-oss-20b, DeepSeek-V2, Phi-3-medium."""
+    values = json.loads((PUBLISHED_CONFIGS / f"{name}.json").read_text())
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][: changes["num_hidden_layers"]]
+    assert count_parameters(load_config({**values, **changes})).total == total
+
+
+def test_a_wrong_reading_of_mla_or_of_an_expert_would_show() -> None:
+    lite = example("deepseek-v2-lite")
+    assert lite.mla is not None
+    compressed = replace(lite, mla=replace(lite.mla, q_lora_rank=1536))
+    assert count_parameters(compressed).total == 15_748_993_024
+    qwen = example("qwen3-30b-a3b")
+    assert qwen.moe is not None
+    dense_width = replace(qwen.moe, expert_intermediate_size=qwen.intermediate_size)
+    assert count_parameters(replace(qwen, moe=dense_width)).total == 233_469_327_360
+    gemma = example("gemma-2-9b")
+    assert count_parameters(replace(gemma, tied_embeddings=False)).total == 10_159_209_984
 
 
 def test_tying_the_head_saves_weights_but_no_flops() -> None:
@@ -129,7 +244,7 @@ def test_the_parts_of_one_layer_are_what_the_shapes_say() -> None:
 
 
 def test_the_names_are_those_of_hugging_face_with_stacked_experts() -> None:
-    shapes = parameter_shapes(load_config(EXAMPLES / "qwen1.5-moe-a2.7b.json"))
+    shapes = parameter_shapes(example("qwen1.5-moe-a2.7b"))
     layer = {
         name.removeprefix("model.layers.23."): shape
         for name, shape in shapes.items()
@@ -213,15 +328,19 @@ def configs(draw: st.DrawFn) -> ModelConfig:
             norm_topk_prob=True,
             aux_loss_coef=0.0,
             layers=tuple(draw(st.lists(FLAG, min_size=num_layers, max_size=num_layers))),
+            router_bias=draw(FLAG),
+            expert_bias=draw(FLAG),
         )
+    num_heads = num_kv_heads * draw(st.integers(1, 3))
+    mla = draw(st.none() | st.builds(MLAConfig, st.none() | SIZE, SIZE, SIZE, SIZE, SIZE))
     return ModelConfig(
         family="llama",
         vocab_size=draw(SIZE),
         hidden_size=draw(SIZE),
         intermediate_size=draw(SIZE),
         num_layers=num_layers,
-        num_heads=num_kv_heads * draw(st.integers(1, 3)),
-        num_kv_heads=num_kv_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads if mla is None else num_heads,
         head_dim=2 * draw(st.integers(1, 8)),
         tied_embeddings=draw(FLAG),
         qkv_bias=draw(FLAG),
@@ -232,6 +351,14 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         rope_theta=1e4,
         rope_scaling=None,
         moe=moe,
+        mla=mla,
+        windows=draw(st.none() | st.tuples(*[st.integers(0, 60)] * num_layers)),
+        gated_mlp=draw(FLAG),
+        norm_kind=draw(st.sampled_from(["rms", "layer"])),
+        norms_per_layer=draw(st.sampled_from([1, 2, 4])),
+        learned_positions=draw(st.integers(0, 50)),
+        attention_sinks=draw(FLAG),
+        mtp_layers=draw(st.integers(0, 2)),
     )
 
 
@@ -245,9 +372,9 @@ def test_the_counts_are_the_sums_of_the_shapes(config: ModelConfig) -> None:
     assert counts.routed_experts == routed
     share = config.moe.experts_per_token / config.moe.num_experts if config.moe else 0
     assert counts.active == pytest.approx(counts.total - routed + routed * share, rel=1e-12)
-    for layer in range(config.num_layers):
+    for layer, kind in enumerate(config.layer_kinds):
         in_layer = sum(size for name, size in sizes.items() if f".layers.{layer}." in name)
-        assert layer_parameters(config, layer).total == in_layer
+        assert layer_parameters(config, kind).total == in_layer
 
 
 @settings(max_examples=100, deadline=None)
@@ -255,18 +382,20 @@ def test_the_counts_are_the_sums_of_the_shapes(config: ModelConfig) -> None:
 def test_flops_are_six_a_matmul_weight_plus_attention_and_add_up_layer_by_layer(
     config: ModelConfig, sequence_length: int, causal: bool
 ) -> None:
-    keys = sequence_length / 2 if causal else sequence_length
-    attention = config.num_layers * 6 * config.num_heads * 2 * config.head_dim * keys
+    keys = [min(sequence_length, kind.window or sequence_length) for kind in config.layer_kinds]
+    head = config.head_dim + (config.mla.v_head_dim if config.mla else config.head_dim)
+    attention = 6 * config.num_heads * head * sum(keys) / (2 if causal else 1)
     flops = flops_per_token(config, sequence_length, causal)
     assert flops == 6 * count_parameters(config).active_matmul + attention
     assert flops == head_flops_per_token(config) + sum(
-        layer_flops_per_token(config, layer, sequence_length, causal)
-        for layer in range(config.num_layers)
+        layer_flops_per_token(config, kind, sequence_length, causal) for kind in config.layer_kinds
     )
 
 
 def test_counting_does_not_import_torch() -> None:
-    code = "import sys, fivefold.model.counts, fivefold.model.rope; print('torch' in sys.modules)"
+    code = (
+        "import sys, fivefold.model.counts, fivefold.model.presets; print('torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

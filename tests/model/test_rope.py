@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig, load_config, require_trainable
 from fivefold.model.rope import rope_frequencies
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
@@ -99,24 +99,38 @@ def test_no_scaling_is_written_in_several_ways(scaling: Any) -> None:
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "sideways"}}, "sideways"),
+        ({"rope_scaling": {"type": "yarn", "gamma": 4.0}}, "rope_scaling.gamma"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "linear"),
         ({"rope_scaling": "linear"}, "rope_scaling must be"),
         ({"rope_scaling": False}, "rope_scaling must be"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "high_freq_factor 4"),
         ({"rope_scaling": {**LLAMA3, "factor": ...}}, "rope_scaling.factor"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 1.2}}, "rope_scaling.attention_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
     ],
 )
-def test_a_scaling_that_is_not_implemented_or_incomplete_is_refused_by_name(
+def test_a_scaling_that_is_not_known_or_incomplete_is_refused_by_name(
     rope: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UserError, match=named):
         config(**rope)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "high_freq_factor 4"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+    ],
+)
+def test_a_scaling_that_is_not_implemented_is_planned_but_not_trained(
+    rope: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        require_trainable(config(**rope))

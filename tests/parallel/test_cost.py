@@ -51,6 +51,8 @@ def assert_same(config: ModelConfig, layout: Layout, rank: int, precision: str =
 FIXED = [
     ("dense", "dp2 ga2"),
     ("dense", "dp4 zero1 ga2"),
+    ("dense", "tp2 sp ulysses2 pp2 ga2 recompute=full:1"),
+    ("mixture", "tp2 dp2 ep2 ring2 ga2 recompute=full:2"),
     ("dense", "dp3 zero2 ga3"),
     ("tied", "dp2 zero3 ga2"),
     ("dense", "dp4 dp_replicate2 zero3 ga2"),
@@ -94,6 +96,7 @@ def layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, int, str]
     ulysses, ring = pick(1, 1, 2, 3), pick(1, 1, 2, 3)
     ep = pick(1, 2, 3, 4, 6) if MODELS[name].moe else 1
     etp = pick(1, tp) if MODELS[name].moe else 1
+    recompute = pick("none", "selective", "full")
     layout = Layout(
         tp=tp,
         sp=tp > 1 and draw(st.booleans()),
@@ -108,7 +111,8 @@ def layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, int, str]
         ring=ring,
         micro_batch=pick(1, 2),
         accumulation=pick(1, 2, 3, 4),
-        recompute=pick("none", "selective", "full"),
+        recompute=recompute,
+        recompute_layers=pick(0, 0, 1, 3) if recompute == "full" else 0,
         schedule=pick("1f1b", "1f1b", "gpipe") if vpp == 1 else "1f1b",
         order=tuple(draw(st.permutations(("tp", "cp", "ep", "dp", "pp")))),
         layers=pick(None, (1, 3), None) if pp * vpp == 2 else None,

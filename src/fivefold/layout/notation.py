@@ -30,10 +30,100 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b")
+"""The pipeline schedules that can be run."""
+PLANNED_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""Schedules that the planner knows beside them; nothing runs them yet."""
+
+
+class Degrees:
+    """What follows from the degrees of a layout, elementwise: for one `Layout`, whose degrees are
+    integers, and for many `Layouts`, whose degrees are arrays."""
+
+    tp: Any
+    sp: Any
+    pp: Any
+    vpp: Any
+    dp: Any
+    dp_replicate: Any
+    zero: Any
+    ep: Any
+    etp: Any
+    ulysses: Any
+    ring: Any
+    micro_batch: Any
+    accumulation: Any
+    recompute: Any
+    recompute_layers: Any
+    schedule: Any
+    order: tuple[str, ...]
+    layers: tuple[int, ...] | None
+
+    @property
+    def cp(self) -> Any:
+        """Context parallel degree: how many ranks share one sequence (ulysses * ring)."""
+        return self.ulysses * self.ring
+
+    @property
+    def dp_shard(self) -> Any:
+        """Data parallel ranks that shard optimizer state, gradients or weights (ZeRO)."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def sp_degree(self) -> Any:
+        """Parts in which the tp ranks hold a sequence between the split matrices: tp, or 1."""
+        return 1 + self.sp * (self.tp - 1)
+
+    @property
+    def world_size(self) -> Any:
+        return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def edp(self) -> Any:
+        """Ranks that hold a copy of the same expert weights and sum their gradients."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    @property
+    def edp_shard(self) -> Any:
+        """Copies of an expert that shard its state (ZeRO); the replicas of HSDP are not counted."""
+        return self.edp // self.dp_replicate
+
+    @property
+    def backward_follows_at_once(self) -> Any:
+        """Does each micro-batch's backward pass come right after its forward pass?"""
+        return (self.pp == 1) & (self.schedule == "1f1b")
+
+    @property
+    def stages(self) -> Any:
+        """Virtual pipeline stages; `stages.chunk_stage` says which rank holds which."""
+        return self.pp * self.vpp
+
+    @property
+    def runs_both_ways(self) -> Any:
+        """Does each rank hold two stages, for micro-batches that come from both ends?
+
+        DualPipe (arXiv:2412.19437, section 3.2.1) keeps two copies of the model, each for half of
+        the micro-batches; the first stage of one is on the rank of the last stage of the other.
+        """
+        return self.schedule == "dualpipe"
+
+    @property
+    def turns_back(self) -> Any:
+        """Do the chunks go down the ranks and up again in a V, so that rank 0 has both ends?"""
+        return (self.schedule == "zb-v") | (self.schedule == "dualpipe-v")
+
+    @property
+    def ends_meet(self) -> Any:
+        """Does the rank with the first stage also have a last one?"""
+        return (self.pp == 1) | self.turns_back | self.runs_both_ways
+
+    @property
+    def global_batch(self) -> Any:
+        """Sequences in one optimizer step."""
+        return self.dp * self.micro_batch * self.accumulation
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Degrees):
     """One complete choice of how training is split. What is left out has its default.
 
     The number of ranks is `world_size = dp * pp * tp * cp`. Within a pipeline stage the ranks
@@ -53,49 +143,11 @@ class Layout:
     ring: int = 1  # sequence split with K and V travelling round a ring
     micro_batch: int = 1  # sequences a micro-batch on one dp rank ("mb")
     accumulation: int = 1  # micro-batches a step on one dp rank ("ga")
-    recompute: str = "none"  # "none", "selective" (attention only) or "full" (each layer)
-    schedule: str = "1f1b"  # "gpipe" or "1f1b"; 1f1b with vpp > 1 is the interleaved one
+    recompute: str = "none"  # "none", "selective" (attention only) or "full" (whole layers)
+    recompute_layers: int = 0  # of "full": the first N layers of each virtual stage; 0 = all
+    schedule: str = "1f1b"  # one of SCHEDULES; 1f1b with vpp > 1 is the interleaved one
     order: tuple[str, ...] = ORDER  # rank order, innermost first
     layers: tuple[int, ...] | None = None  # layers of each virtual stage, in model order
-
-    @property
-    def cp(self) -> int:
-        """Context parallel degree: how many ranks share one sequence (ulysses * ring)."""
-        return self.ulysses * self.ring
-
-    @property
-    def dp_shard(self) -> int:
-        """Data parallel ranks that shard optimizer state, gradients or weights (ZeRO)."""
-        return self.dp // self.dp_replicate
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.pp * self.tp * self.cp
-
-    @property
-    def edp(self) -> int:
-        """Ranks that hold a copy of the same expert weights and sum their gradients."""
-        return self.tp * self.cp * self.dp // (self.etp * self.ep)
-
-    @property
-    def edp_shard(self) -> int:
-        """Copies of an expert that shard its state (ZeRO); the replicas of HSDP are not counted."""
-        return self.edp // self.dp_replicate
-
-    @property
-    def backward_follows_at_once(self) -> bool:
-        """Does each micro-batch's backward pass come right after its forward pass?"""
-        return self.pp == 1 and self.schedule == "1f1b"
-
-    @property
-    def stages(self) -> int:
-        """Virtual pipeline stages; stage s runs on pipeline rank s % pp."""
-        return self.pp * self.vpp
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences in one optimizer step."""
-        return self.dp * self.micro_batch * self.accumulation
 
     def __str__(self) -> str:
         """The line of text that `parse` reads, in one fixed order and without defaults."""
@@ -142,7 +194,7 @@ FORMS = {
     "tp": "tpN",
     "sp": "sp",
     **{name: f"{name}N" for name in (*DEGREES, "edp")},
-    "recompute": "recompute=none|selective|full",
+    "recompute": "recompute=none|selective|full|full:N",
     "schedule": "schedule=gpipe|1f1b|interleaved",
     "order": "order=" + "-".join(ORDER),
     "layers": "layers=N,N*times,N",
@@ -167,6 +219,8 @@ def parse(text: str, world_size: int | None = None) -> Layout:
     """
     values = _read(text)
     edp = values.pop("edp", None)
+    if "recompute" in values:
+        values["recompute"], values["recompute_layers"] = values["recompute"]
     interleaved = values.get("schedule") == "interleaved"
     if interleaved:
         values["schedule"] = "1f1b"
@@ -232,13 +286,17 @@ def _read_value(name: str, value: str) -> Any:
         return _read_order(value)
     if name == "layers":
         return _read_layers(value)
+    if name == "recompute":
+        return _read_recompute(value)
     if value not in _choices(name):
         raise UserError(f"{name}={value} is not known: {name} may be {join_or(_choices(name))}")
     return value
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    return RECOMPUTE if name == "recompute" else (*SCHEDULES, "interleaved")
+    if name == "recompute":
+        return RECOMPUTE
+    return (*SCHEDULES, "interleaved", *PLANNED_SCHEDULES)
 
 
 def _number(name: str, digits: str) -> int:
@@ -277,6 +335,20 @@ def _read_layers(value: str) -> tuple[int, ...]:
             raise UserError(f"{part!r} in layers={value} is no number of layers: write 8 or 8*14")
         layers += [_number("layers of a stage", match[1])] * _number("stages", match[2] or "1")
     return tuple(layers)
+
+
+def _read_recompute(value: str) -> tuple[str, int]:
+    """`full:4`: the first four layers of each virtual stage; without a number, all of them."""
+    mode, colon, layers = value.partition(":")
+    if mode not in RECOMPUTE:
+        raise UserError(f"recompute={value} is not known: recompute may be {join_or(RECOMPUTE)}")
+    if not colon:
+        return mode, 0
+    if mode != "full" or not layers.isdecimal():
+        raise UserError(
+            f"recompute={value} is not known: the first 4 layers of a stage are recompute=full:4"
+        )
+    return mode, _number("recomputed layers", layers)
 
 
 def _unknown(token: str) -> str:
@@ -372,6 +444,8 @@ def with_global_batch(
 
 
 def _value(layout: Layout, name: str) -> Any:
+    if name == "recompute" and layout.recompute_layers:
+        return f"{layout.recompute}:{layout.recompute_layers}"
     return getattr(layout, FIELDS.get(name, name))
 
 

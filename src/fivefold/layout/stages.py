@@ -1,4 +1,4 @@
-"""Which layers live on which pipeline stage.
+"""Which layers live on which pipeline stage, and which stages on which pipeline rank.
 
 `stages` counts virtual stages (pp * vpp); a split is one layer count a stage, in model order.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import heapq
 from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from fivefold.errors import UserError
+from fivefold.layout.notation import Degrees, Layout
 
 
 def split_layers(
@@ -42,6 +46,63 @@ def split_layers(
 def stage_ranges(layers: tuple[int, ...]) -> list[range]:
     """The layers (0-based, in model order) of each virtual stage."""
     return [range(first, end) for first, end in pairwise(accumulate(layers, initial=0))]
+
+
+def split_layers_many(num_layers: int, stages: Any, stage: Any) -> tuple[Any, Any]:
+    """The layers first to end - 1 of virtual stage `stage`, elementwise over both arrays.
+
+    The same layers as in `stage_ranges(split_layers(num_layers, stages))[stage]`: there the first
+    and the last stage can differ from those between, of which some, the earlier ones, have a layer
+    more. So three numbers say where each stage begins: what the first stage has, what those
+    between have at least, and how many have one more.
+    """
+    size, larger = num_layers // stages, num_layers % stages
+    first_of_even = size + (larger > 0)
+    longer_of_even = np.maximum(0, larger - 1)
+    # Weighted: one layer each; then, cheapest first, a second one for those between; then rounds
+    # over all stages, in the order first, last, those between.
+    rest = num_layers - stages
+    rounds, left = np.divmod(rest - (stages - 2), np.maximum(1, stages))
+    filled = rest >= stages - 2
+    first_of_weighted = np.where(filled, 1 + rounds + (left >= 1), 1)
+    size_of_weighted = np.where(filled, 2 + rounds, 1)
+    longer_of_weighted = np.where(filled, np.maximum(0, left - 2), rest)
+    # Embedding and head weigh a layer each, so the slowest stages are these:
+    slowest_even = first_of_even + 1
+    slowest_weighted = np.maximum(2, -(-(num_layers + 2) // stages))
+    weighted = (stages > 1) & (slowest_weighted < slowest_even)
+
+    first = np.where(weighted, first_of_weighted, first_of_even)
+    between = np.where(weighted, size_of_weighted, size)
+    longer = np.where(weighted, longer_of_weighted, longer_of_even)
+
+    def begin(stage: Any) -> Any:
+        inner = first + (stage - 1) * between + np.minimum(stage - 1, longer)
+        return np.where(stage <= 0, 0, np.where(stage >= stages, num_layers, inner))
+
+    return begin(stage), begin(stage + 1)
+
+
+def chunks_a_rank(layout: Degrees) -> Any:
+    """Virtual stages that one pipeline rank holds, elementwise."""
+    return layout.vpp * (1 + layout.runs_both_ways)
+
+
+def chunk_stage(layout: Degrees, rank: Any, chunk: Any) -> Any:
+    """The virtual stage that pipeline rank `rank` holds as its chunk number `chunk`, elementwise.
+
+    Chunks go down the ranks again and again (stage s on rank s % pp); with a V every second one
+    goes up. DualPipe's second chunk is the stage of the rank opposite.
+    """
+    down = chunk * layout.pp + rank
+    up = (chunk + 1) * layout.pp - 1 - rank
+    goes_up = (chunk % 2 == 1) & (layout.turns_back | layout.runs_both_ways)
+    return np.where(goes_up, up - layout.pp * layout.runs_both_ways, down)
+
+
+def rank_stages(layout: Layout, rank: int) -> list[int]:
+    """The virtual stages that one pipeline rank holds, by chunk."""
+    return [int(chunk_stage(layout, rank, chunk)) for chunk in range(chunks_a_rank(layout))]
 
 
 def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.model.keys import Keys
-from fivefold.model.rope import read_rope
+
+TRAINED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Families whose mathematics fivefold.model's torch modules have; the others are planned only."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class MoEConfig:
     norm_topk_prob: bool  # the k chosen probabilities are scaled to sum to 1
     aux_loss_coef: float  # of one layer's balance loss (which is 1.0 at uniform routing)
     layers: tuple[bool, ...]  # for each layer of the model: is its MLP a mixture?
+    router_bias: bool = False  # one number an expert: a bias, or what DeepSeek-V3 selects by
+    expert_bias: bool = False  # biases of each expert's three projections
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -51,13 +56,41 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values (and queries, where `q_lora_rank` is not None)
+    are products of a narrow latent vector that all heads share (DeepSeek-V2, arXiv:2405.04434).
+
+    A query or key head has `qk_nope_head_dim` elements without and `qk_rope_head_dim` with rotary
+    embedding, and the latter part of the key is one for all heads.
+    """
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What tells one layer of a model from another; layers of one kind are alike."""
+
+    moe: bool  # its MLP is a mixture of experts
+    window: int = 0  # keys that a query may see at most, 0 = all before it
+    mtp: bool = False  # a multi-token-prediction module: a layer and what joins it to the model
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. Sizes are counts of elements."""
+    """The shape of a decoder-only transformer. Sizes are counts of elements.
+
+    In a model with `mla`, `num_kv_heads` is `num_heads` and `head_dim` that of queries and keys.
+    """
 
     family: str  # model_type of the Hugging Face config
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # width of the dense gated MLP
+    intermediate_size: int  # width of the dense MLP
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -65,12 +98,24 @@ class ModelConfig:
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool  # bias of the attention's output projection
-    mlp_bias: bool  # biases of the dense MLP's three projections
+    mlp_bias: bool  # biases of the dense MLP's projections
     qk_norm: bool  # RMSNorm over head_dim on each query and key head
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(hash=False)  # {"rope_type": ..., its numbers}
     moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    windows: tuple[int, ...] | None = None  # of each layer, see LayerKind; None: no layer has one
+    gated_mlp: bool = True  # three matrices (SwiGLU and its kind); False: two
+    norm_kind: str = "rms"  # or "layer": layer norms, which have biases
+    norms_per_layer: int = 2  # 4: also after attention and after the MLP; 1: one for both
+    parallel_attention: bool = False  # attention and MLP read the same hidden states
+    learned_positions: int = 0  # rows of a table of position embeddings
+    attention_sinks: bool = False  # one learned logit a query head
+    mtp_layers: int = 0  # multi-token-prediction modules that the config offers
+    dropout: bool = False  # the config asks for dropout somewhere
+    untrainable: tuple[str, ...] = ()  # what this program reads but cannot train
+    notes: tuple[str, ...] = ()  # what the counts leave out
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -79,7 +124,7 @@ class ModelConfig:
                 f"{self.num_kv_heads}; {_nearest_divisor(self.num_heads, self.num_kv_heads)} "
                 "key/value heads would do"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.learned_positions:
             raise UserError(
                 f"head_dim {self.head_dim} is odd, but rotary position embedding turns pairs of "
                 f"elements; {self.head_dim + 1} would do"
@@ -89,6 +134,32 @@ class ModelConfig:
                 f"the mixture of experts says which of {len(self.moe.layers)} layers it is in, "
                 f"but the model has {self.num_layers}"
             )
+        if self.windows is not None and len(self.windows) != self.num_layers:
+            raise UserError(
+                f"there are attention windows for {len(self.windows)} layers, but the model has "
+                f"{self.num_layers}"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of one query or key head."""
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Elements of one value head."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, in model order, without multi-token prediction."""
+        windows = self.windows or (0,) * self.num_layers
+        return tuple(LayerKind(self.is_moe(i), window) for i, window in enumerate(windows))
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of a multi-token-prediction module: its layer is like the model's last one."""
+        return LayerKind(self.is_moe(self.num_layers - 1), mtp=True)
 
     def is_moe(self, layer: int) -> bool:
         """Is the MLP of this layer (0-based, in model order) a mixture of experts?"""
@@ -99,9 +170,12 @@ def load_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
     """Read a Hugging Face config.json: a path to the file or its folder, or its content.
 
     A width or count that is missing is an error. A key for which the family's Hugging Face
-    class has a rule may be left out. A key that asks for other mathematics than is implemented,
-    or that is not known, is refused by name: raises UserError.
+    class has a rule may be left out. A key that is not known, or that changes the weights in a
+    way that is not counted here, is refused by name: raises UserError. What can be planned but
+    not trained is read; `require_trainable` refuses it.
     """
+    from fivefold.model.families import READERS  # they build what this module defines
+
     values = source if isinstance(source, Mapping) else _read_json(Path(source))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in READERS:
@@ -109,7 +183,21 @@ def load_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
     keys = Keys(values, family)
     config = READERS[family](keys)
     keys.refuse_unread()
-    return config
+    return replace(config, untrainable=tuple(keys.untrainable))
+
+
+def require_trainable(config: ModelConfig) -> None:
+    """Raise UserError, naming the reason, for a model that can be planned but not trained."""
+    if config.family not in TRAINED_FAMILIES:
+        raise UserError(
+            f"models of type {config.family} can be planned but not trained; those of type "
+            f"{', '.join(TRAINED_FAMILIES)} can"
+        )
+    if config.untrainable:
+        raise UserError(
+            f"this {config.family} model can be planned but not trained: "
+            f"{'; '.join(config.untrainable)}"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -127,231 +215,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"the model config {path} holds a {type(values).__name__}, not an object")
     return values
-
-
-# --- One reader a family. Each says what its Hugging Face class fixes without a key, and the
-# --- class's defaults (huggingface/transformers, src/transformers/models/*/configuration_*.py).
-# --- A class also has default sizes, those of one published model; they are never taken.
-
-
-def _read_llama(keys: Keys) -> ModelConfig:
-    bias = keys.flag("attention_bias", False)
-    return _read_decoder(
-        keys,
-        kv_heads_by_rule=True,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=keys.flag("mlp_bias", False),
-    )
-
-
-def _read_mistral(keys: Keys) -> ModelConfig:
-    _refuse_window(keys, default_window=4096, default_positions=131072)
-    return _read_decoder(keys)
-
-
-def _read_mixtral(keys: Keys) -> ModelConfig:
-    _refuse_window(keys, default_window=None, default_positions=131072)
-    moe = _read_moe(
-        keys,
-        layers=(True,) * keys.count("num_hidden_layers"),
-        num_experts=_count_of_two_names(keys, "num_local_experts", "num_experts"),
-        expert_intermediate_size=keys.count("intermediate_size"),
-        norm_topk_prob=True,
-    )
-    return _read_decoder(keys, rms_norm_eps=1e-5, rope_theta=1e6, moe=moe)
-
-
-def _read_qwen2(keys: Keys) -> ModelConfig:
-    _refuse_qwen_window(keys)
-    return _read_decoder(keys, qkv_bias=True)
-
-
-def _read_qwen3(keys: Keys) -> ModelConfig:
-    _refuse_qwen_window(keys)
-    bias = keys.flag("attention_bias", False)
-    return _read_decoder(keys, default_head_dim=128, qkv_bias=bias, output_bias=bias, qk_norm=True)
-
-
-def _read_qwen2_moe(keys: Keys) -> ModelConfig:
-    _refuse_qwen_window(keys)
-    moe = _read_moe(
-        keys,
-        layers=_mixture_layers(keys),
-        num_experts=keys.count("num_experts"),
-        expert_intermediate_size=keys.count("moe_intermediate_size"),
-        norm_topk_prob=keys.flag("norm_topk_prob", False),
-        shared_intermediate_size=keys.count("shared_expert_intermediate_size"),
-    )
-    return _read_decoder(keys, qkv_bias=keys.flag("qkv_bias", True), moe=moe)
-
-
-def _read_qwen3_moe(keys: Keys) -> ModelConfig:
-    _refuse_qwen_window(keys)
-    bias = keys.flag("attention_bias", False)
-    moe = _read_moe(
-        keys,
-        layers=_mixture_layers(keys),
-        num_experts=_count_of_two_names(keys, "num_experts", "num_local_experts"),
-        expert_intermediate_size=keys.count("moe_intermediate_size"),
-        norm_topk_prob=keys.flag("norm_topk_prob", False),
-    )
-    return _read_decoder(keys, qkv_bias=bias, output_bias=bias, qk_norm=True, moe=moe)
-
-
-READERS: dict[str, Callable[[Keys], ModelConfig]] = {
-    "llama": _read_llama,
-    "mistral": _read_mistral,
-    "mixtral": _read_mixtral,
-    "qwen2": _read_qwen2,
-    "qwen2_moe": _read_qwen2_moe,
-    "qwen3": _read_qwen3,
-    "qwen3_moe": _read_qwen3_moe,
-}
-
-
-# --- What the families have in common.
-
-
-def _read_decoder(
-    keys: Keys,
-    *,
-    kv_heads_by_rule: bool = False,
-    default_head_dim: int | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    rms_norm_eps: float = 1e-6,
-    rope_theta: float = 1e4,
-    moe: MoEConfig | None = None,
-) -> ModelConfig:
-    """The keys all families share.
-
-    `kv_heads_by_rule`: without num_key_value_heads there is one a query head.
-    `default_head_dim`: without head_dim it is this, or if None hidden_size / heads.
-    `rms_norm_eps` and `rope_theta` are the defaults of the family's class.
-    """
-    theta, scaling = read_rope(keys, rope_theta)
-    num_layers = keys.count("num_hidden_layers")
-    _refuse_layer_types(keys, num_layers)
-    return ModelConfig(
-        family=keys.family,
-        vocab_size=keys.count("vocab_size"),
-        hidden_size=keys.count("hidden_size"),
-        intermediate_size=keys.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=keys.count("num_attention_heads"),
-        num_kv_heads=_num_kv_heads(keys, by_rule=kv_heads_by_rule),
-        head_dim=_head_dim(keys, default_head_dim),
-        tied_embeddings=keys.flag("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        rms_norm_eps=keys.number("rms_norm_eps", rms_norm_eps),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        moe=moe,
-    )
-
-
-def _read_moe(
-    keys: Keys,
-    *,
-    layers: tuple[bool, ...],
-    num_experts: int,
-    expert_intermediate_size: int,
-    norm_topk_prob: bool,
-    shared_intermediate_size: int = 0,
-) -> MoEConfig | None:
-    """None when no layer is a mixture. A shared expert has a sigmoid gate in every family here."""
-    top_k = keys.count("num_experts_per_tok")
-    hugging_face_coef = keys.number("router_aux_loss_coef", 0.001, zero_allowed=True)
-    if not any(layers):
-        return None
-    return MoEConfig(
-        num_experts=num_experts,
-        experts_per_token=top_k,
-        expert_intermediate_size=expert_intermediate_size,
-        shared_intermediate_size=shared_intermediate_size,
-        shared_gate=shared_intermediate_size > 0,
-        norm_topk_prob=norm_topk_prob,
-        aux_loss_coef=hugging_face_coef * top_k / sum(layers),
-        layers=layers,
-    )
-
-
-def _mixture_layers(keys: Keys) -> tuple[bool, ...]:
-    """Every `decoder_sparse_step`-th layer, but for those that are named to be dense."""
-    num_layers = keys.count("num_hidden_layers")
-    step = keys.count("decoder_sparse_step", 1)
-    dense = keys.layer_set("mlp_only_layers", num_layers)
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-
-
-def _num_kv_heads(keys: Keys, *, by_rule: bool) -> int:
-    """null means one a query head, everywhere; an absent key only where the class says so."""
-    if by_rule or "num_key_value_heads" in keys:
-        return keys.count("num_key_value_heads", keys.count("num_attention_heads"))
-    return keys.count("num_key_value_heads")
-
-
-def _head_dim(keys: Keys, default: int | None) -> int:
-    if keys.take("head_dim") is not None or default is not None:
-        return keys.count("head_dim", default)
-    hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    if hidden_size % num_heads:
-        raise UserError(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and "
-            "there is no head_dim; add it"
-        )
-    return hidden_size // num_heads
-
-
-def _count_of_two_names(keys: Keys, name: str, other: str) -> int:
-    """A count that the Hugging Face class reads under two names."""
-    if keys.take(other) is None:
-        return keys.count(name)
-    value = keys.count(other)
-    if keys.take(name) is not None and keys.count(name) != value:
-        raise UserError(f"{name} {keys.count(name)} and {other} {value} differ; keep one of them")
-    return value
-
-
-def _refuse_qwen_window(keys: Keys) -> None:
-    if keys.flag("use_sliding_window", False):
-        _refuse_window(keys, default_window=4096, default_positions=32768)
-    else:
-        keys.take("sliding_window")
-
-
-def _refuse_window(keys: Keys, *, default_window: int | None, default_positions: int) -> None:
-    """Windowed attention is not implemented; a window no sequence outgrows is none at all.
-
-    The defaults are those of the class when the keys are absent; a null window is none.
-    """
-    positions = keys.count("max_position_embeddings", default_positions)
-    given = "sliding_window" in keys
-    if (keys.take("sliding_window") if given else default_window) is None:
-        return
-    window = keys.count("sliding_window", default_window)
-    if window < positions:
-        origin = "" if given else f" (what {keys.family} takes when the key is absent)"
-        raise UserError(
-            f"sliding_window {window}{origin} is shorter than max_position_embeddings {positions} "
-            "and windowed attention is not implemented; set it to null if no sequence will have "
-            f"more than {window} tokens"
-        )
-
-
-def _refuse_layer_types(keys: Keys, num_layers: int) -> None:
-    layer_types = keys.take("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        raise UserError(
-            f'layer_types must be "full_attention" for each of the {num_layers} layers, the only '
-            "kind that is implemented"
-        )
 
 
 def _nearest_divisor(number: int, wish: int) -> int:

@@ -1,30 +1,43 @@
-"""Exact counts of parameters and FLOPs, from the config alone.
+"""Exact counts of parameters and FLOPs, from the table of weights in fivefold.model.weights.
 
 Conventions: a tied embedding counts once; `active` is what one token meets: all weights outside
 the experts, top-k routed experts, the shared expert, embedding and head; `active_matmul`, the N of
 6 N, is that without the input embedding, which is looked up and not multiplied. With tied
 embeddings the matrix stays in, because the head still multiplies by it.
+
+Multi-token-prediction modules (mtp) are counted only when asked for, and without the copies of
+embedding and head that some published files store: both are the model's own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fivefold.model.config import ModelConfig
+from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.model.weights import (
+    Weight,
+    embedding_weight,
+    embedding_weights,
+    head_weights,
+    layer_weights,
+)
 
 
 @dataclass(frozen=True)
 class LayerParameters:
     """Weights of one layer, in elements. What the layer does not have is 0."""
 
-    attention: int  # query, key, value and output projections with their biases
-    norms: int  # the two RMSNorms, and with qk_norm the two over head_dim
+    attention: int  # all projections with their biases, and attention sinks
+    norms: int  # of the hidden states, and of queries, keys or latent vectors
     dense_mlp: int
     router: int
     one_expert: int
     routed_experts: int  # all of them
     active_experts: int  # the top-k a token goes to
     shared_expert: int  # with its gate
+    mtp_projection: int  # what joins a multi-token-prediction module to the model
 
     @property
     def total(self) -> int:
@@ -37,7 +50,8 @@ class LayerParameters:
 
     @property
     def _outside_experts(self) -> int:
-        return self.attention + self.norms + self.dense_mlp + self.router + self.shared_expert
+        mlps = self.dense_mlp + self.shared_expert
+        return self.attention + self.norms + mlps + self.router + self.mtp_projection
 
 
 @dataclass(frozen=True)
@@ -47,10 +61,11 @@ class ParameterCounts:
     total: int
     active: int
     active_matmul: int
-    embedding: int
+    embedding: int  # with that of positions, where it is learned
     head: int  # 0 when tied
     final_norm: int
     routed_experts: int  # of all layers
+    mtp: int  # all of the multi-token-prediction modules; 0 unless asked for
     # Of one layer that has it (all such layers are alike), 0 when no layer has it:
     attention: int
     norms: int
@@ -60,166 +75,130 @@ class ParameterCounts:
     shared_expert: int  # with its gate
 
 
-def count_parameters(config: ModelConfig) -> ParameterCounts:
-    layers = [layer_parameters(config, layer) for layer in range(config.num_layers)]
-    matrix = config.vocab_size * config.hidden_size
-    head = 0 if config.tied_embeddings else matrix
-    final_norm = config.hidden_size
-    outside_layers = matrix + head + final_norm
-    active = outside_layers + sum(layer.active for layer in layers)
+def count_parameters(config: ModelConfig, *, mtp: bool = False) -> ParameterCounts:
+    """`mtp`: with the multi-token-prediction modules that the config offers."""
+    kinds = _kinds(config, mtp)
+    layers = {kind: layer_parameters(config, kind) for kind in kinds}
+    embedding, head = _size(embedding_weights(config)), _size(head_weights(config))
+    matrix = embedding_weight(config).elements
+    outside_layers = embedding + head
+    active = outside_layers + sum(layers[kind].active * kinds[kind] for kind in kinds)
+    looked_up = embedding - matrix if config.tied_embeddings else embedding
+    head_matrix = 0 if config.tied_embeddings else matrix
     return ParameterCounts(
-        total=outside_layers + sum(layer.total for layer in layers),
+        total=outside_layers + sum(layers[kind].total * kinds[kind] for kind in kinds),
         active=active,
-        active_matmul=active if config.tied_embeddings else active - matrix,
-        embedding=matrix,
-        head=head,
-        final_norm=final_norm,
-        routed_experts=sum(layer.routed_experts for layer in layers),
-        attention=max(layer.attention for layer in layers),
-        norms=max(layer.norms for layer in layers),
-        dense_mlp=max(layer.dense_mlp for layer in layers),
-        router=max(layer.router for layer in layers),
-        one_expert=max(layer.one_expert for layer in layers),
-        shared_expert=max(layer.shared_expert for layer in layers),
+        active_matmul=active - looked_up,
+        embedding=embedding,
+        head=head_matrix,
+        final_norm=head - head_matrix,
+        routed_experts=sum(layers[kind].routed_experts * kinds[kind] for kind in kinds),
+        mtp=sum(layers[kind].total * kinds[kind] for kind in kinds if kind.mtp),
+        attention=max(layer.attention for layer in layers.values()),
+        norms=max(layers[kind].norms for kind in kinds if not kind.mtp),
+        dense_mlp=max(layer.dense_mlp for layer in layers.values()),
+        router=max(layer.router for layer in layers.values()),
+        one_expert=max(layer.one_expert for layer in layers.values()),
+        shared_expert=max(layer.shared_expert for layer in layers.values()),
     )
 
 
-def layer_parameters(config: ModelConfig, layer: int) -> LayerParameters:
-    """The weights of one layer (0-based, in model order)."""
-    hidden, moe = config.hidden_size, config.moe
-    norms = 2 * hidden + (2 * config.head_dim if config.qk_norm else 0)
-    if moe is None or not moe.layers[layer]:
-        width = config.intermediate_size
-        biases = 2 * width + hidden if config.mlp_bias else 0
-        return LayerParameters(
-            attention=_attention_parameters(config),
-            norms=norms,
-            dense_mlp=3 * hidden * width + biases,
-            router=0,
-            one_expert=0,
-            routed_experts=0,
-            active_experts=0,
-            shared_expert=0,
-        )
-    one_expert = 3 * hidden * moe.expert_intermediate_size
-    shared_gate = hidden if moe.shared_gate else 0
+def layer_parameters(config: ModelConfig, kind: LayerKind) -> LayerParameters:
+    """The weights of one layer of this kind."""
+    sizes: Counter[str] = Counter()
+    for weight in layer_weights(config, kind):
+        sizes[_part(weight)] += weight.elements
+    routed = sizes["routed_experts"]
+    one_expert = routed // config.moe.num_experts if config.moe else 0
+    top_k = config.moe.experts_per_token if config.moe else 0
     return LayerParameters(
-        attention=_attention_parameters(config),
-        norms=norms,
-        dense_mlp=0,
-        router=moe.num_experts * hidden,
+        attention=sizes["attention"],
+        norms=sizes["norms"],
+        dense_mlp=sizes["dense_mlp"],
+        router=sizes["router"],
         one_expert=one_expert,
-        routed_experts=moe.num_experts * one_expert,
-        active_experts=moe.experts_per_token * one_expert,
-        shared_expert=3 * hidden * moe.shared_intermediate_size + shared_gate,
+        routed_experts=routed,
+        active_experts=top_k * one_expert,
+        shared_expert=sizes["shared_expert"],
+        mtp_projection=sizes["mtp_projection"],
     )
 
 
-def _attention_parameters(config: ModelConfig) -> int:
-    hidden = config.hidden_size
-    query = config.num_heads * config.head_dim
-    key_value = 2 * config.num_kv_heads * config.head_dim
-    qkv_bias = query + key_value if config.qkv_bias else 0
-    output_bias = hidden if config.output_bias else 0
-    return hidden * (query + key_value) + query * hidden + qkv_bias + output_bias
+def _part(weight: Weight) -> str:
+    """The field of LayerParameters that a weight counts in, by its name."""
+    module = weight.name.rpartition(".")[0]
+    if weight.is_routed:
+        return "routed_experts"
+    if module.endswith("norm"):
+        return "norms"
+    if module.startswith("self_attn"):
+        return "attention"
+    if module == "mlp.gate":
+        return "router"
+    if module.startswith("mlp.shared_expert"):
+        return "shared_expert"
+    return "dense_mlp" if module.startswith("mlp") else "mtp_projection"
 
 
-def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool) -> int:
+def flops_per_token(
+    config: ModelConfig, sequence_length: int, causal: bool, *, mtp: bool = False
+) -> int:
     """Training FLOPs a token, forward and backward, without recompute.
 
     6 for each weight that multiplies (2 forward, 4 backward: Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1) and 6 * heads * (qk_dim + v_dim) * keys a layer for attention.
-    `causal` counts the half of the keys that a token sees on average, sequence_length / 2;
-    otherwise the full square is counted. Say which one next to any MFU.
+    arXiv:2001.08361, section 2.1) and 6 * heads * (qk_dim + v_dim) * keys a layer for attention,
+    where keys are the whole sequence, or the window of the layer if that is shorter (the
+    full-square convention); `causal` counts half of the attention, since a token sees half of
+    the keys on average. Say which one next to any MFU.
+
+    `mtp`: with the multi-token-prediction modules, each of which runs the head once more.
     """
-    layers = range(config.num_layers)
-    return head_flops_per_token(config) + sum(
-        layer_flops_per_token(config, layer, sequence_length, causal) for layer in layers
+    kinds = _kinds(config, mtp)
+    heads = head_flops_per_token(config)
+    if mtp:
+        heads += config.mtp_layers * 6 * embedding_weight(config).elements
+    return heads + sum(
+        count * layer_flops_per_token(config, kind, sequence_length, causal)
+        for kind, count in kinds.items()
     )
 
 
 def layer_flops_per_token(
-    config: ModelConfig, layer: int, sequence_length: int, causal: bool
+    config: ModelConfig, kind: LayerKind, sequence_length: int, causal: bool
 ) -> int:
-    """The part of `flops_per_token` that one layer (0-based) does."""
-    attention = 6 * config.num_heads * (2 * config.head_dim) * sequence_length
+    """The part of `flops_per_token` that one layer of this kind does."""
+    keys = min(sequence_length, kind.window) if kind.window else sequence_length
+    attention = 6 * config.num_heads * (config.qk_head_dim + config.v_head_dim) * keys
     if causal:
-        attention //= 2  # exact: head_dim counts twice
-    return 6 * layer_parameters(config, layer).active + attention
+        attention //= 2  # exact: 6 is even
+    return 6 * layer_parameters(config, kind).active + attention
 
 
 def head_flops_per_token(config: ModelConfig) -> int:
     """The part of `flops_per_token` after the last layer: final norm and head."""
-    return 6 * (config.hidden_size + config.vocab_size * config.hidden_size)
+    matrix = embedding_weight(config).elements if config.tied_embeddings else 0
+    return 6 * (_size(head_weights(config)) + matrix)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The global name and shape of every parameter, in model order.
+    """The global name and shape of every parameter, in model order, without mtp modules.
 
-    Names are those of Hugging Face, but for the experts of a layer, which are stacked in
-    three tensors: `experts.gate_proj` and `.up_proj` [num_experts, width, hidden_size] and
-    `.down_proj` [num_experts, hidden_size, width]. A tied head has no name of its own.
+    A tied head has no name of its own. See fivefold.model.weights for the names.
     """
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        in_layer = {
-            "input_layernorm.weight": (hidden,),
-            **_attention_shapes(config),
-            "post_attention_layernorm.weight": (hidden,),
-            **_mlp_shapes(config, layer),
-        }
-        shapes |= {prefix + name: shape for name, shape in in_layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    shapes = {weight.name: weight.shape for weight in embedding_weights(config)}
+    for layer, kind in enumerate(config.layer_kinds):
+        for weight in layer_weights(config, kind):
+            shapes[f"model.layers.{layer}.{weight.name}"] = weight.shape
+    return shapes | {weight.name: weight.shape for weight in head_weights(config)}
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query, key_value = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    shapes = (
-        _linear("self_attn.q_proj", query, hidden, config.qkv_bias)
-        | _linear("self_attn.k_proj", key_value, hidden, config.qkv_bias)
-        | _linear("self_attn.v_proj", key_value, hidden, config.qkv_bias)
-        | _linear("self_attn.o_proj", hidden, query, config.output_bias)
-    )
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (head_dim,)
-        shapes["self_attn.k_norm.weight"] = (head_dim,)
-    return shapes
+def _kinds(config: ModelConfig, mtp: bool) -> Counter[LayerKind]:
+    """How many layers of each kind there are."""
+    kinds = Counter(config.layer_kinds)
+    if mtp and config.mtp_layers:
+        kinds[config.mtp_kind] = config.mtp_layers
+    return kinds
 
 
-def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, moe = config.hidden_size, config.moe
-    if moe is None or not moe.layers[layer]:
-        return _gated_mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
-    width, experts = moe.expert_intermediate_size, moe.num_experts
-    shapes: dict[str, tuple[int, ...]] = {
-        "mlp.gate.weight": (experts, hidden),
-        "mlp.experts.gate_proj": (experts, width, hidden),
-        "mlp.experts.up_proj": (experts, width, hidden),
-        "mlp.experts.down_proj": (experts, hidden, width),
-    }
-    if moe.shared_intermediate_size:
-        shapes |= _gated_mlp("mlp.shared_expert", hidden, moe.shared_intermediate_size, False)
-    if moe.shared_gate:
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    return shapes
-
-
-def _gated_mlp(name: str, hidden: int, width: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    return (
-        _linear(f"{name}.gate_proj", width, hidden, bias)
-        | _linear(f"{name}.up_proj", width, hidden, bias)
-        | _linear(f"{name}.down_proj", hidden, width, bias)
-    )
-
-
-def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
-    if bias:
-        shapes[f"{name}.bias"] = (rows,)
-    return shapes
+def _size(weights: Iterable[Weight]) -> int:
+    return sum(weight.elements for weight in weights)

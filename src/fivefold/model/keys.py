@@ -12,8 +12,8 @@ from fivefold.errors import UserError
 # fmt: off
 HARMLESS = frozenset({
     # Where the file comes from and how it is stored.
-    "_commit_hash", "_name_or_path", "architectures", "model_type", "transformers.js_config",
-    "transformers_version", "unsloth_fixed", "unsloth_version",
+    "_commit_hash", "_name_or_path", "architectures", "auto_map", "ep_size", "model_type",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
     # Data types and kernels: the run chooses its own.
     "_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype",
     "pretraining_tp", "torch_dtype", "torchscript", "use_bfloat16",
@@ -40,26 +40,27 @@ HARMLESS = frozenset({
 # fmt: on
 """Keys that change nothing in the mathematics of one training step."""
 
-ONLY: dict[str, tuple[Any, ...]] = {
+COUNTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
-    "attention_dropout": (0,),
-    "embd_pdrop": (0,),
-    "hidden_act": ("silu", "swish"),
-    "hidden_dropout": (0,),
     "is_encoder_decoder": (False,),
     "mlp_bias": (False,),
+    "pruned_heads": ({},),
+    "use_sliding_window": (False,),
+}
+"""Keys that change the weights or what attention sees, with the values that are read. It holds
+for the families whose reader does not read the key itself, as does the next table."""
+
+TRAINED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
     "norm_topk_prob": (True,),
     "partial_rotary_factor": (1,),
-    "pruned_heads": ({},),
-    "resid_pdrop": (0,),
+    "quantization_config": (),
     "rope_interleaved": (False,),
     "router_jitter_noise": (0,),
     "use_mrope": (False,),
-    "use_sliding_window": (False,),
 }
-"""Keys that change the mathematics, with the values that are implemented. It holds for the
-families whose reader does not read the key itself."""
+"""Keys that change the mathematics but no size, with the values that can be trained."""
 
 
 class Keys:
@@ -76,6 +77,7 @@ class Keys:
         self._values = values
         self._prefix = prefix
         self._unread = set(values)
+        self.untrainable: list[str] = []  # reasons, in words, why the model cannot be trained
 
     def __contains__(self, name: str) -> bool:
         """Is the key there, if only as null?"""
@@ -86,11 +88,19 @@ class Keys:
         self._unread.discard(name)
         return self._values.get(name)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A width or count, at least 1. Absent and without a default, it is an error."""
+    def pass_over(self, *names: str) -> None:
+        """Account for keys that change neither sizes nor, in this family, what is counted."""
+        self._unread.difference_update(names)
+
+    def count(self, name: str, default: int | None = None, *, zero_allowed: bool = False) -> int:
+        """A width or count, at least 1 (or 0 with `zero_allowed`).
+
+        Absent and without a default, it is an error.
+        """
         value = self._take_or(name, default)
-        if type(value) is not int or value < 1:
-            raise self._wrong(name, value, "a positive integer")
+        if type(value) is not int or value < (0 if zero_allowed else 1):
+            kind = "an integer of at least 0" if zero_allowed else "a positive integer"
+            raise self._wrong(name, value, kind)
         return value
 
     def number(
@@ -125,24 +135,32 @@ class Keys:
         value = self._take_or(name, {})
         if not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object of keys and values")
-        return Keys(value, self.family, f"{self._prefix}{name}.")
+        nested = Keys(value, self.family, f"{self._prefix}{name}.")
+        nested.untrainable = self.untrainable
+        return nested
 
     def refuse_unread(self) -> None:
-        """Raise UserError for the first key left that could change the mathematics."""
+        """Raise UserError for the first key left that could change the model's sizes.
+
+        A key that only the trainer would have to know is noted in `untrainable`.
+        """
         for name in sorted(self._unread - HARMLESS):
             value = self._values[name]
             if value is None:
                 continue
-            if name not in ONLY:
+            if name in TRAINED:
+                if value not in TRAINED[name]:
+                    self.untrainable.append(f"{self._is(name, value)} is not implemented")
+            elif name not in COUNTED:
                 raise UserError(
-                    f"{self._named(name)} = {_shown(value)} is not a known key of model_type "
-                    f"{self.family} and might change the model; remove it if it does not"
+                    f"{self._is(name, value)} is not a known key of model_type {self.family} and "
+                    "might change the model; remove it if it does not"
                 )
-            if value not in ONLY[name]:
-                allowed = " or ".join(_shown(each) for each in ONLY[name])
+            elif value not in COUNTED[name]:
+                allowed = " or ".join(_shown(each) for each in COUNTED[name])
                 raise UserError(
-                    f"{self._named(name)} = {_shown(value)} is not implemented for model_type "
-                    f"{self.family}; it can be {allowed}"
+                    f"{self._is(name, value)} is not implemented for model_type {self.family}; it "
+                    f"can be {allowed}"
                 )
 
     def _take_or(self, name: str, default: Any) -> Any:
@@ -153,6 +171,9 @@ class Keys:
                 "never guessed; add it"
             )
         return default if value is None else value
+
+    def _is(self, name: str, value: Any) -> str:
+        return f"{self._named(name)} = {_shown(value)}"
 
     def _named(self, name: str) -> str:
         return self._prefix + (name if name.isprintable() else _shown(name))

@@ -95,13 +95,16 @@ class Body(nn.Module):
         has_table: bool,
         last: bool,
         recompute: str,
+        recompute_layers: int,
         dtype: torch.dtype,
         dropout: Dropout,
     ) -> None:
         super().__init__()
         if has_table:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleDict({str(i): Layer(config, i, recompute, dropout) for i in layers})
+        count = recompute_layers or len(layers)
+        modes = {i: recompute if place < count else "none" for place, i in enumerate(layers)}
+        self.layers = nn.ModuleDict({str(i): Layer(config, i, modes[i], dropout) for i in layers})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -116,13 +119,16 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         recompute: str = "none",
+        recompute_layers: int = 0,  # of "full": the first layers; 0 = all
         dtype: torch.dtype = torch.float32,
         dropout: Dropout = NO_DROPOUT,
     ) -> None:
         super().__init__()
         self.first, self.last, self.tied = first, last, config.tied_embeddings
         has_table = first or (last and self.tied)
-        self.model = Body(config, layers, has_table, last, recompute, dtype, dropout)
+        self.model = Body(
+            config, layers, has_table, last, recompute, recompute_layers, dtype, dropout
+        )
         if last and not self.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.entry: Entry | None = None  # of the head

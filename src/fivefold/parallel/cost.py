@@ -1,4 +1,4 @@
-"""The ledger of a layout by arithmetic: the sum of what the five splits send. No torch."""
+"""What a layout sends by arithmetic: the sum of what the five splits send. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from fivefold.parallel.sequence import cost as sequence
 from fivefold.parallel.tensor import cost as tensor
 from fivefold.parallel.work import rank_work
 
+SPLIT_COSTS = (data, pipeline, tensor, sequence, expert)
+"""Each has `transfers(work)`."""
 TOTALS_BYTES = 4 * 8
 """Loss, tokens, balance loss and squared gradient norm: four fp64 numbers summed over the world."""
 
 
 def ledger(
-    config: ModelConfig, layout: Layout, sequence_length: int, rank: int, precision: str
+    config: ModelConfig,
+    layout: Layout,
+    sequence_length: int,
+    rank: int,
+    precision: str,
+    mtp: bool = False,
 ) -> Ledger:
     """What `rank` sends in one optimizer step. `sequence_length` in tokens; `precision` of
     activations and gathered weights, "fp32" or "bf16". The layout must be legal."""
     result = Ledger()
-    for work in rank_work(config, layout, sequence_length, rank, precision):
-        for split in (data, pipeline, tensor, sequence, expert):
+    for work in rank_work(config, layout, sequence_length, rank, precision, mtp):
+        for split in SPLIT_COSTS:
             for transfer in split.transfers(work):
                 result.add(transfer)
     world_size = layout.world_size

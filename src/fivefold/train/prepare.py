@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from fivefold.errors import UserError
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig, load_config, require_trainable
 from fivefold.train.data import Samples, open_tokenizer
 from fivefold.train.data import prepare as prepare_tokens
 from fivefold.train.data.tokenizer import bpe_vocab_size
@@ -60,6 +60,7 @@ def prepare_run(run: Run, world_size: int | None = None) -> Prepared:
 def plan_run(run: Run, world_size: int | None = None) -> Plan:
     """`prepare_run` without the data: quick, and writes nothing."""
     config = load_config(run.model)
+    require_trainable(config)
     layout = with_global_batch(parse(run.layout, world_size), run.global_batch, stated(run.layout))
     check(layout, config, run.data.sequence_length, world_size)
     device = _choose_device(run.device)

@@ -110,6 +110,7 @@ class Trainer:
                 first=index == 0,
                 last=index == layout.stages - 1,
                 recompute=layout.recompute,
+                recompute_layers=layout.recompute_layers,
                 dtype=self.dtype,
                 dropout=self.dropout,
             )

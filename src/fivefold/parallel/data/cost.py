@@ -9,94 +9,83 @@ expert weights over edp. Units are layers, and the rest of the chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import (
-    FP32,
-    Weight,
-    Work,
-    embedding_weight,
-    head_weights,
-    layer_weights,
-    shard_degree,
-    work_weights,
-)
+from fivefold.parallel.work import FP32, Unit, Work, choose, shard_degree
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
-    """Messages of one chunk in one step."""
-    if work.layout.zero == 0:
-        yield from _all_reduces(work)
-    else:
-        yield from _sharded(work)
+    """Messages of one step."""
+    dense, experts, outside = work.units
+    for unit in [*dense, *experts]:
+        yield from _all_reduce(work, unit)
+        yield from _sharded(work, [unit], unit.count, again=True)
+    for unit in outside:
+        yield from _all_reduce(work, unit)
+    yield from _sharded_outside(work, *outside)
+    yield from _sum_replicas(work, [*dense, *experts, *outside])
 
 
-def _all_reduces(work: Work) -> Iterator[Transfer]:
-    config = work.config
-    replicas = work.layout.dp * work.layout.cp
-    for moe, layers in ((False, work.dense_layers), (True, work.moe_layers)):
-        if layers:
-            dense, experts = _layer_units(work, moe)
-            yield _all_reduce(work, dense, replicas, layers)
-            yield _all_reduce(work, experts, work.layout.edp, layers)
-    if work.last:
-        yield _all_reduce(work, head_weights(config), replicas, 1)
-    if work.first or (work.last and config.tied_embeddings):
-        yield _all_reduce(work, [embedding_weight(config)], replicas, 1)
+def _sharded_outside(work: Work, embedding: Unit, copy: Unit, head: Unit) -> Iterator[Transfer]:
+    """What is outside the layers of one stage is one unit.
+
+    Where the backward pass follows the head at once its weights are kept for it; an embedding's
+    backward pass needs none.
+    """
+    together = work.layout.stages == 1
+    apart = Unit(embedding.weights, work.first & np.logical_not(together))
+    joined = Unit(embedding.weights, work.first & together)
+    yield from _sharded(work, [apart], apart.count, again=False)
+    again = np.logical_not(work.layout.backward_follows_at_once)
+    yield from _sharded(work, [joined, copy, head], work.last, again)
 
 
-def _all_reduce(work: Work, weights: list[Weight], group_size: int, calls: int) -> Transfer:
-    elements = sum(w.elements(work) for w in weights)
-    calls = calls if weights else 0
-    return Transfer("dp", "backward", "all_reduce", group_size, elements * FP32, calls)
+def _is_expert(unit: Unit) -> bool:
+    return unit.weights[0][0].is_routed
 
 
-def _layer_units(work: Work, moe: bool) -> tuple[list[Weight], list[Weight]]:
-    weights = list(layer_weights(work.config, moe))
-    experts = [w for w in weights if w.split == "expert"]
-    return [w for w in weights if w.split != "expert"], experts
+def _is_sharded(work: Work, expert: bool) -> Any:
+    """Does ZeRO shard these weights? Experts may have too few replicas to shard over."""
+    return (work.layout.zero > 0) & (shard_degree(work.layout, expert) > 1)
 
 
-def _sharded(work: Work) -> Iterator[Transfer]:
-    layout, m = work.layout, work.micro_batches
-    zero3 = layout.zero == 3
-    for moe, layers in ((False, work.dense_layers), (True, work.moe_layers)):
-        if not layers:
-            continue
-        dense, experts = _layer_units(work, moe)
-        yield from _unit(work, dense, layers, m * zero3)
-        if not experts:
-            continue
-        if shard_degree(layout, expert=True) > 1:
-            yield from _unit(work, experts, layers, m * zero3)
-        else:  # too few replicas to shard over
-            yield _all_reduce(work, experts, layout.edp, layers)
-    outside = work_weights(replace(work, dense_layers=0, moe_layers=0))
-    if outside:
-        # Where the backward pass follows the head at once its weights are kept for it; an
-        # embedding's backward pass needs none.
-        gathered_again = zero3 and work.last and not layout.backward_follows_at_once
-        yield from _unit(work, outside, 1, m * gathered_again)
-    if layout.dp_replicate > 1:
-        yield from _sum_replicas(work)
+def _all_reduce(work: Work, unit: Unit) -> Iterator[Transfer]:
+    """The gradients of unsharded weights, a message a unit."""
+    layout, expert = work.layout, _is_expert(unit)
+    size = layout.edp if expert else layout.dp * layout.cp
+    calls = unit.count * ((size > 1) & np.logical_not(_is_sharded(work, expert)))
+    if np.any(calls):
+        payload = work.unit_total(unit, lambda sizes: sizes.local) * FP32
+        axis = "edp" if expert else "dp_cp"
+        yield Transfer("dp", "backward", "all_reduce", size, payload, calls, axis=axis)
 
 
-def _unit(work: Work, weights: list[Weight], units: int, backward_gathers: int):
-    layout, m = work.layout, work.micro_batches
-    elements = sum(w.padded_elements(work) for w in weights)
-    size = shard_degree(layout, expert=weights[0].split == "expert")
+def _sharded(work: Work, parts: list[Unit], count: Any, again: Any) -> Iterator[Transfer]:
+    """Units of sharded weights, each of these parts; `again`: gathered for the backward pass?"""
+    layout, m, expert = work.layout, work.micro_batches, _is_expert(parts[0])
+    units = count * _is_sharded(work, expert)
+    if not np.any(units):
+        return
+    elements = work.total(parts, lambda sizes: sizes.padded) // np.maximum(1, count)
+    size, axis = shard_degree(layout, expert), "edp_shard" if expert else "dp_shard_cp"
     gathered, reduced = elements * work.element_bytes, elements * FP32
-    forward = m if layout.zero == 3 else 1
-    reductions = 1 if layout.zero == 1 else m
-    yield Transfer("dp", "forward", "all_gather", size, gathered, units * forward)
-    yield Transfer("dp", "backward", "all_gather", size, gathered, units * backward_gathers)
-    yield Transfer("dp", "backward", "reduce_scatter", size, reduced, units * reductions)
+    forward = units * choose(layout.zero == 3, m, 1)
+    backward = units * m * ((layout.zero == 3) & again)
+    reductions = units * choose(layout.zero == 1, 1, m)
+    yield Transfer("dp", "forward", "all_gather", size, gathered, forward, axis=axis)
+    if np.any(backward):
+        yield Transfer("dp", "backward", "all_gather", size, gathered, backward, axis=axis)
+    yield Transfer("dp", "backward", "reduce_scatter", size, reduced, reductions, axis=axis)
 
 
-def _sum_replicas(work: Work) -> Iterator[Transfer]:
+def _sum_replicas(work: Work, units: list[Unit]) -> Iterator[Transfer]:
     """HSDP: the shards are summed over the replicas, in one message a chunk."""
-    sharded = [w for w in work_weights(work) if w.is_sharded(work.layout)]
-    elements = sum(w.gradient_elements(work) for w in sharded)
     size = work.layout.dp_replicate
-    yield Transfer("dp", "optimizer", "all_reduce", size, elements * FP32, 1)
+    if np.any(size > 1):
+        elements = work.total(units, lambda sizes: sizes.shard * sizes.sharded)
+        payload = elements * FP32 / work.chunks
+        calls = work.chunks * ((size > 1) & (elements > 0))  # an uneven split's last part is empty
+        yield Transfer("dp", "optimizer", "all_reduce", size, payload, calls, axis="dp_replicate")

@@ -16,9 +16,13 @@ section 3, with fp32 master weights as the shards). FSDP2 pads shards to equal s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from fivefold.parallel.work import FP32, Weight, Work, shard_degree, work_weights
+import numpy as np
+
+from fivefold.parallel.work import FP32, Sizes, Work, choose, shard_degree
 
 MOMENTS_BYTES = 8
 """AdamW's two fp32 moments of an element."""
@@ -26,9 +30,11 @@ MOMENTS_BYTES = 8
 
 @dataclass(frozen=True)
 class StateBytes:
-    weights: int
-    gradients: int
-    optimizer: int
+    """Bytes, numbers or arrays [n] over layouts."""
+
+    weights: Any
+    gradients: Any
+    optimizer: Any
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
@@ -37,50 +43,52 @@ class StateBytes:
             self.optimizer + other.optimizer,
         )
 
+    def scaled(self, times: Any) -> StateBytes:
+        return StateBytes(times * self.weights, times * self.gradients, times * self.optimizer)
+
 
 def after_step(work: Work) -> StateBytes:
-    """Bytes of one chunk after an optimizer step, its gradients still there."""
+    """Bytes of the chunks after an optimizer step, their gradients still there."""
     return _sum(work, _after_step)
 
 
 def before_last_backward(work: Work) -> StateBytes:
-    """Bytes of one chunk between the last micro-batch's forward and backward pass, when most is
+    """Bytes of the chunks between the last micro-batch's forward and backward pass, when most is
     gathered and not yet reduced."""
     return _sum(work, _before_last_backward)
 
 
-def _sum(work: Work, bytes_of) -> StateBytes:
-    layers = replace(work, first=False, last=False)
-    outside = replace(work, dense_layers=0, moe_layers=0)
+def _sum(work: Work, bytes_of: Callable[..., StateBytes]) -> StateBytes:
+    dense, experts, outside = work.units
     total = StateBytes(0, 0, 0)
-    for weight in work_weights(layers):
-        total += bytes_of(work, weight, in_layer=True)
-    for weight in work_weights(outside):
-        total += bytes_of(work, weight, in_layer=False)
+    for units, in_layer in ((dense, True), (experts, True), (outside, False)):
+        for unit in units:
+            for weight, times in unit.weights:
+                shards = shard_degree(work.layout, weight.is_routed)
+                state = bytes_of(work, work.sizes(weight), shards, in_layer)
+                total += state.scaled(times * unit.count)
     return total
 
 
-def _after_step(work: Work, weight: Weight, in_layer: bool) -> StateBytes:
-    if not weight.is_sharded(work.layout):
-        elements = weight.elements(work)
-        copy = work.element_bytes * elements if work.element_bytes < FP32 else 0
-        return StateBytes(FP32 * elements + copy, FP32 * elements, MOMENTS_BYTES * elements)
-    stored = weight.padded_elements(work) // shard_degree(work.layout, weight.split == "expert")
-    shard = weight.shard_elements(work)
-    return StateBytes(FP32 * stored, FP32 * stored, MOMENTS_BYTES * shard)
+def _after_step(work: Work, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
+    stored = choose(sizes.sharded, sizes.padded // shards, sizes.local)
+    # Without shards to gather from, a second copy in the compute precision stays.
+    copy_bytes = work.element_bytes if work.element_bytes < FP32 else 0
+    copy = copy_bytes * sizes.local * np.logical_not(sizes.sharded)
+    return StateBytes(FP32 * stored + copy, FP32 * stored, MOMENTS_BYTES * sizes.gradient)
 
 
-def _before_last_backward(work: Work, weight: Weight, in_layer: bool) -> StateBytes:
-    state = _after_step(work, weight, in_layer)
-    if not weight.is_sharded(work.layout):
-        return state
-    accumulates = work.layout.accumulation > 1
-    gathered = work.element_bytes * weight.padded_elements(work)
+def _before_last_backward(work: Work, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
+    state = _after_step(work, sizes, shards, in_layer)
+    layout = work.layout
+    accumulates = layout.accumulation > 1
     # ZeRO 3 keeps what is outside the layers where the backward pass follows at once.
-    at_once = work.layout.backward_follows_at_once
-    if work.layout.zero == 3 and (in_layer or not at_once):
-        gathered = 0
-    gradients = state.gradients if accumulates else 0
-    if work.layout.zero == 1 and accumulates:
-        gradients = FP32 * weight.elements(work)
-    return replace(state, weights=state.weights + gathered, gradients=gradients)
+    resharded = (layout.zero == 3) & (in_layer | np.logical_not(layout.backward_follows_at_once))
+    gathered = work.element_bytes * sizes.padded * (sizes.sharded & np.logical_not(resharded))
+    whole = (layout.zero == 1) & accumulates
+    gradients = choose(whole, FP32 * sizes.local, state.gradients * accumulates)
+    return StateBytes(
+        state.weights + gathered,
+        choose(sizes.sharded, gradients, state.gradients),
+        state.optimizer,
+    )

@@ -9,6 +9,9 @@ partial results summed; how many arrive is the router's choice, so the payload i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from fivefold.ledger import Transfer
 from fivefold.parallel.work import FP32, Work
@@ -17,34 +20,54 @@ COUNT_BYTES = 8  # an int64 for each expert
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
-    """Messages of one chunk in one step."""
-    layout, moe = work.layout, work.config.moe
-    if moe is None:
+    """Messages of one step."""
+    if work.config.moe is None:
         return
-    passes = work.micro_batches * work.moe_layers
-    again = passes * (layout.recompute == "full")
+    m = work.micro_batches
+    passes = m * work.count_layers(lambda kind: kind.moe)
+    again = m * work.count_recomputed(lambda kind: kind.moe)
+    for transfer in _messages(work, passes, again):
+        if np.any(transfer.calls):
+            yield transfer
+
+
+def _messages(work: Work, passes: Any, again: Any) -> Iterator[Transfer]:
+    layout, moe = work.layout, work.config.moe
+    assert moe is not None
     tokens = work.tokens // layout.tp  # each tp rank routes its own slice
     copies = tokens * moe.experts_per_token
     rows_bytes = copies * work.config.hidden_size * work.element_bytes
     counts_bytes = moe.num_experts * COUNT_BYTES
+    sizes = {
+        "sequence": layout.cp * layout.tp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "tp": layout.tp,
+    }
 
-    def move(phase: str, op: str, size: int, payload: int, calls: int, routed=False) -> Transfer:
-        return Transfer("ep", phase, op, size, payload, calls, routed)
+    def move(
+        phase: str, op: str, axis: str, payload: Any, calls: Any, again=False, routed=False
+    ) -> Transfer:
+        size = sizes[axis]
+        calls = calls * (size > 1)
+        return Transfer("ep", phase, op, size, payload, calls, routed, axis=axis, again=again)
 
     # Balance statistics: how often each sequence chose each expert.
-    group = layout.cp * layout.tp
     statistics = layout.micro_batch * moe.num_experts * FP32
     for phase, calls in (("forward", passes), ("backward", again)):
-        yield move(phase, "all_reduce", group, statistics, calls)
-        yield move(phase, "all_to_all", layout.ep, counts_bytes, calls)
-        yield move(phase, "all_gather", layout.etp, layout.etp * counts_bytes, calls)
-    yield move("forward", "all_to_all", layout.ep, rows_bytes, 2 * passes)
-    yield move("backward", "all_to_all", layout.ep, rows_bytes, 2 * passes + 2 * again)
+        repeated = phase == "backward"
+        yield move(phase, "all_reduce", "sequence", statistics, calls, repeated)
+        yield move(phase, "all_to_all", "ep", counts_bytes, calls, repeated)
+        yield move(phase, "all_gather", "etp", layout.etp * counts_bytes, calls, repeated)
+    yield move("forward", "all_to_all", "ep", rows_bytes, 2 * passes)
+    yield move("backward", "all_to_all", "ep", rows_bytes, 2 * passes)
+    yield move("backward", "all_to_all", "ep", rows_bytes, 2 * again, again=True)
     gathered = layout.etp * rows_bytes
     for op in ("all_gather", "reduce_scatter"):
-        yield move("forward", op, layout.etp, gathered, passes, routed=True)
-        yield move("backward", op, layout.etp, gathered, passes + again, routed=True)
+        yield move("forward", op, "etp", gathered, passes, routed=True)
+        yield move("backward", op, "etp", gathered, passes, routed=True)
+        yield move("backward", op, "etp", gathered, again, again=True, routed=True)
     # Without megatron SP the slices are joined again, and so are their gradients.
-    if not layout.sp:
-        yield move("forward", "all_gather", layout.tp, work.hidden_bytes, passes)
-        yield move("backward", "all_gather", layout.tp, work.hidden_bytes, passes)
+    joined = passes * np.logical_not(layout.sp)
+    yield move("forward", "all_gather", "tp", work.hidden_bytes, joined)
+    yield move("backward", "all_gather", "tp", work.hidden_bytes, joined)

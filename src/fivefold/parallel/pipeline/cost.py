@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work, embedding_weight
+from fivefold.model.weights import embedding_weight
+from fivefold.parallel.work import FP32, Work
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
-    """Messages of one chunk in one step. A send has two ranks: sender and receiver."""
+    """Messages of one step. A send has two ranks: sender and receiver."""
     layout, m = work.layout, work.micro_batches
-    payload = work.hidden_bytes // layout.tp if layout.sp else work.hidden_bytes
-    pipelined = layout.pp > 1
-    yield Transfer("pp", "forward", "send", 2, payload, m * (not work.last) * pipelined)
-    yield Transfer("pp", "backward", "send", 2, payload, m * (not work.first) * pipelined)
-    if work.holds_tied_copy:
-        payload = embedding_weight(work.config).gradient_elements(work) * FP32
-        yield Transfer("pp", "optimizer", "all_reduce", 2, payload, 1)
+    payload = work.hidden_bytes // layout.sp_degree
+    yield Transfer("pp", "forward", "send", 2, payload, m * work.sends_on, axis="pp")
+    yield Transfer("pp", "backward", "send", 2, payload, m * work.sends_back, axis="pp")
+    if np.any(work.sums_embedding):
+        gradient = work.sizes(embedding_weight(work.config)).gradient * FP32
+        calls = work.sums_embedding & (gradient > 0)  # an uneven split's last part is empty
+        yield Transfer("pp", "optimizer", "all_reduce", 2, gradient, calls * 1, axis="pp")

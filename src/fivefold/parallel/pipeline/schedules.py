@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
 
 from fivefold.errors import UserError
+from fivefold.layout.legality import RUN_RULES, SCHEDULE_RULES, VALUE_RULES, broken
+from fivefold.layout.notation import Layout
 
-NAMES = ("gpipe", "1f1b")
+_NOT_DONE = -1.0
 
 
 class Action(NamedTuple):
@@ -74,11 +77,30 @@ class Schedule:
 class Simulation:
     """What one step of a schedule costs in time and in activations held."""
 
-    step_s: float  # from the first action's start to the last one's end
+    step_s: float  # from the first action's start to the end of the last tail
     bubble_fraction: float  # idle share of the step, averaged over the ranks
-    busy_s: tuple[float, ...]  # per rank
+    busy_s: tuple[float, ...]  # per rank, its tail included
     peak_in_flight: tuple[int, ...]  # per rank: most (stage, micro_batch) after F and before B
-    timeline: tuple[tuple[Timed, ...], ...]  # per rank, in order
+    schedule: Schedule
+    _end_s: list[float]  # by pass * micro_batches + micro_batch, see `_run`
+    _arrival_s: list[float]  # by pass
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[Timed, ...], ...]:
+        """Per rank its actions in order; made when first asked for."""
+        count, passes = self.schedule.micro_batches, 2 * self.schedule.stages
+        rows = []
+        for actions in self.schedule.table:
+            row, free_s = [], 0.0
+            for action in actions:
+                kind, stage, micro_batch = action
+                number = stage if kind == "F" else passes - 1 - stage
+                index = number * count + micro_batch
+                start_s = max(free_s, self._end_s[index - count] + self._arrival_s[number])
+                free_s = self._end_s[index]
+                row.append(Timed(action, start_s, free_s))
+            rows.append(tuple(row))
+        return tuple(rows)
 
 
 # Building
@@ -86,22 +108,10 @@ class Simulation:
 
 def check(name: str, pp: int, vpp: int, micro_batches: int) -> None:
     """Raises UserError unless `build` has a schedule for these numbers."""
-    if name not in NAMES:
-        raise UserError(f"unknown pipeline schedule {name!r}: choose one of {', '.join(NAMES)}")
-    for what, number in (("pp", pp), ("vpp", vpp), ("the number of micro-batches", micro_batches)):
-        if number < 1:
-            raise UserError(f"{what} is {number} but must be at least 1")
-    if name == "gpipe" and vpp > 1:
-        raise UserError(
-            f"schedule gpipe runs one chunk a rank but vpp is {vpp}: use vpp1, or schedule=1f1b, "
-            f"which interleaves the chunks"
-        )
-    if vpp > 1 and micro_batches % pp:
-        below = max(pp, micro_batches // pp * pp)
-        raise UserError(
-            f"interleaved 1F1B (vpp{vpp}) needs a number of micro-batches that is a multiple of "
-            f"pp {pp}, not {micro_batches}: the nearest that work are {below} and {below + pp}"
-        )
+    layout = Layout(schedule=name, pp=pp, vpp=vpp, accumulation=micro_batches)
+    for rules in (VALUE_RULES, RUN_RULES, SCHEDULE_RULES):
+        for sentence in broken(rules, layout):
+            raise UserError(sentence)
 
 
 def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
@@ -120,7 +130,7 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
         if name == "gpipe":
             warm_up = len(forwards)
         else:
-            warm_up = min(_warm_up_1f1b(rank, pp, vpp), len(forwards))
+            warm_up = min(warm_up_1f1b(rank, pp, vpp), len(forwards))
         table.append(_one_forward_one_backward(forwards, backwards, warm_up))
     return Schedule(name, pp, vpp, micro_batches, tuple(table))
 
@@ -142,14 +152,13 @@ def _work(rank: int, pp: int, vpp: int, micro_batches: int) -> tuple[list[Action
     return forwards, backwards
 
 
-def _warm_up_1f1b(rank: int, pp: int, vpp: int) -> int:
-    """Forwards before the first one-forward-one-backward pair.
+def warm_up_1f1b(rank: Any, pp: Any, vpp: Any) -> Any:
+    """Forwards before the first one-forward-one-backward pair, elementwise on arrays.
 
     Without chunks: the ranks still ahead of this one. With chunks, as in Megatron-LM: twice that,
     because an upstream rank stays two actions ahead, plus one group for each chunk but the last.
     """
-    ranks_ahead = pp - rank - 1
-    return ranks_ahead if vpp == 1 else 2 * ranks_ahead + (vpp - 1) * pp
+    return (1 + (vpp > 1)) * (pp - rank - 1) + (vpp - 1) * pp
 
 
 def _one_forward_one_backward(
@@ -195,41 +204,77 @@ def messages(schedule: Schedule, rank: int) -> list[Step]:
     return steps
 
 
-def _in_dependency_order(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Yields (rank, action, what it needs) in an order in which every action comes after all that
-    it needs and each rank keeps to its row. Raises ValueError if the ranks get stuck.
+def _run(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    arrival_s: Sequence[float],
+) -> tuple[list[float], list[float], list[float]]:
+    """Runs the table: an action starts when its rank is free and what it needs has arrived.
+
+    On its way a micro-batch makes 2 * stages passes: forward down the stages, then backward up
+    again. An action needs the pass before it, and nothing else: a backward's own forward, which
+    `needs` names too, is further back on the same way. `forward_s` and `backward_s` by virtual
+    stage; `arrival_s[pass]` is how long the message travels that the pass waits for.
 
     A rank that must wait is put down under the action it waits for and taken up again when that
-    is done, so the work is proportional to the number of actions.
+    is done, so the work is proportional to the number of actions. This loop is what a simulation
+    costs: numbers in lists, no objects.
+
+    Returns `end_s[pass * micro_batches + micro_batch]` and, by rank, `finish_s` and `busy_s`.
+    Raises ValueError if the ranks get stuck.
     """
-    position = [0] * schedule.pp
-    done: set[Action] = set()
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+    count, passes = schedule.micro_batches, 2 * schedule.stages
+    # The last entries are read as pass -1, from where micro-batches come: they are there at once.
+    end_s = [_NOT_DONE] * (passes * count) + [0.0] * count
+    finish_s, busy_s = [0.0] * schedule.pp, [0.0] * schedule.pp
+    waiting: dict[int, int] = {}  # rank by the index of the action it waits for
+
+    def walk(rank: int) -> Iterator[int]:
+        """Runs the rank's row; yields the index of an action when it must wait for it."""
+        now_s = worked_s = 0.0
+        for kind, stage, micro_batch in schedule.table[rank]:
+            if kind == "F":
+                number, seconds = stage, forward_s[stage]
+            else:
+                number, seconds = passes - 1 - stage, backward_s[stage]
+            index = number * count + micro_batch
+            if end_s[index - count] == _NOT_DONE:
+                yield index - count
+            arrived_s = end_s[index - count] + arrival_s[number]
+            now_s = (arrived_s if arrived_s > now_s else now_s) + seconds
+            worked_s += seconds
+            end_s[index] = now_s
+            if index in waiting:
+                ready.append(waiting.pop(index))
+        finish_s[rank], busy_s[rank] = now_s, worked_s
+
+    walks = [walk(rank) for rank in range(schedule.pp)]
     ready = list(range(schedule.pp))
     while ready:
         rank = ready.pop()
-        row = schedule.table[rank]
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            needed = needs(action, schedule.stages)
-            missing = next((other for other in needed if other not in done), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            done.add(action)
-            position[rank] += 1
-            ready += waiting.pop(action, ())
-            yield rank, action, needed
-    _raise_if_stuck(schedule, position, waiting)
+        for index in walks[rank]:
+            waiting[index] = rank
+            break
+    if waiting:
+        _raise_stuck(schedule, waiting)
+    return end_s, finish_s, busy_s
 
 
-def _raise_if_stuck(
-    schedule: Schedule, position: list[int], waiting: dict[Action, list[int]]
-) -> None:
-    """Follows who waits for whom until a rank comes up twice, and names the ranks of that ring."""
-    waits_for = {rank: action for action, ranks in waiting.items() for rank in ranks}
-    if not waits_for:
-        return
+def _raise_stuck(schedule: Schedule, waiting: dict[int, int]) -> NoReturn:
+    """Follows who waits for whom until a rank comes up twice, and names the ranks of that ring.
+
+    `waiting` is the rank by the index (pass * micro_batches + micro_batch) it waits for.
+    """
+    count, last = schedule.micro_batches, 2 * schedule.stages - 1
+
+    def action_at(index: int) -> Action:
+        number, micro_batch = divmod(index, count)
+        kind, stage = ("F", number) if number < schedule.stages else ("B", last - number)
+        return Action(kind, stage, micro_batch)
+
+    waits_for = {rank: action_at(index) for index, rank in waiting.items()}
+    waits_with = {rank: action_at(index + count) for index, rank in waiting.items()}
     ring: list[int] = []
     rank = min(waits_for)
     while rank in waits_for and rank not in ring:
@@ -238,8 +283,9 @@ def _raise_if_stuck(
     if rank in ring:
         ring = ring[ring.index(rank) :]
     waits = [
-        f"rank {rank} at its action {position[rank]} ({schedule.table[rank][position[rank]]}) "
-        f"waits for {waits_for[rank]} of rank {schedule.rank_of(waits_for[rank].stage)}"
+        f"rank {rank} at its action {schedule.table[rank].index(waits_with[rank])} "
+        f"({waits_with[rank]}) waits for {waits_for[rank]} "
+        f"of rank {schedule.rank_of(waits_for[rank].stage)}"
         for rank in ring
     ]
     raise ValueError(f"schedule {schedule.name} gets stuck: {'; '.join(waits)}")
@@ -258,8 +304,8 @@ def validate(schedule: Schedule) -> None:
     """
     _check_each_once(schedule)
     _check_channels(schedule)
-    for _ in _in_dependency_order(schedule):
-        pass
+    at_once = [0.0] * (2 * schedule.stages)
+    _run(schedule, at_once, at_once, at_once)
 
 
 def _check_each_once(schedule: Schedule) -> None:
@@ -317,47 +363,45 @@ def simulate(
     schedule: Schedule,
     forward_s: float | Sequence[float],
     backward_s: float | Sequence[float],
-    send_s: float = 0.0,
+    send_s: float | Sequence[float] = 0.0,
+    tail_s: float | Sequence[float] = 0.0,
 ) -> Simulation:
     """Times one step: an action starts when its rank is free and what it needs has arrived.
 
     `forward_s` and `backward_s` are the seconds of one micro-batch on a virtual stage, one number
-    for all stages or one for each. `send_s` is the seconds a message travels between two ranks;
-    it delays the receiver but occupies neither rank. Raises ValueError if the table gets stuck.
+    for all stages or one for each. `send_s` is the seconds a message travels between two ranks,
+    one number or one for each boundary between two virtual stages (stages - 1, in model order);
+    it delays the receiver but occupies neither rank. `tail_s` is what a rank does after its last
+    action (the optimizer step, say), one number or one for each rank.
+    Raises ValueError if the table gets stuck.
     """
-    seconds = {
-        "F": _per_stage(forward_s, schedule.stages),
-        "B": _per_stage(backward_s, schedule.stages),
-    }
-    end_s: dict[Action, float] = {}
-    free_s = [0.0] * schedule.pp
-    timeline: list[list[Timed]] = [[] for _ in range(schedule.pp)]
-    for rank, action, needed in _in_dependency_order(schedule):
-        start_s = free_s[rank]
-        for other in needed:
-            travel_s = 0.0 if schedule.rank_of(other.stage) == rank else send_s
-            start_s = max(start_s, end_s[other] + travel_s)
-        free_s[rank] = end_s[action] = start_s + seconds[action.kind][action.stage]
-        timeline[rank].append(Timed(action, start_s, free_s[rank]))
-    step_s = max(free_s)
-    busy_s = tuple(
-        sum(seconds[action.kind][action.stage] for action in row) for row in schedule.table
-    )
+    stages = schedule.stages
+    forward_s = _each(forward_s, stages, "stage times", "virtual stages")
+    backward_s = _each(backward_s, stages, "stage times", "virtual stages")
+    send_s = _each(send_s, stages - 1, "travel times", "boundaries")
+    tail_s = _each(tail_s, schedule.pp, "tail times", "ranks")
+    down_s = [0.0 if schedule.pp == 1 else seconds for seconds in send_s]
+    arrival_s = [0.0, *down_s, 0.0, *reversed(down_s)]
+    end_s, finish_s, worked_s = _run(schedule, forward_s, backward_s, arrival_s)
+    step_s = max(finish + tail for finish, tail in zip(finish_s, tail_s, strict=True))
+    busy_s = tuple(worked + tail for worked, tail in zip(worked_s, tail_s, strict=True))
     return Simulation(
         step_s=step_s,
         bubble_fraction=1.0 - sum(busy_s) / (schedule.pp * step_s) if step_s else 0.0,
         busy_s=busy_s,
         peak_in_flight=tuple(_peak_in_flight(row) for row in schedule.table),
-        timeline=tuple(tuple(row) for row in timeline),
+        schedule=schedule,
+        _end_s=end_s,
+        _arrival_s=arrival_s,
     )
 
 
-def _per_stage(seconds: float | Sequence[float], stages: int) -> Sequence[float]:
-    if isinstance(seconds, (int, float)):
-        return [seconds] * stages
-    if len(seconds) != stages:
-        raise ValueError(f"{len(seconds)} stage times for {stages} virtual stages")
-    return seconds
+def _each(values: float | Sequence[float], number: int, what: str, owners: str) -> Sequence[float]:
+    if isinstance(values, (int, float)):
+        return [values] * number
+    if len(values) != number:
+        raise ValueError(f"{len(values)} {what} for {number} {owners}")
+    return values
 
 
 def _peak_in_flight(row: tuple[Action, ...]) -> int:

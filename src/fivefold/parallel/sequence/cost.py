@@ -8,40 +8,67 @@ gradients, in fp32, do too.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work
+from fivefold.parallel.work import FP32, Work, choose
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
-    """Messages of one chunk in one step."""
-    layout, config = work.layout, work.config
-    passes = work.micro_batches * work.layers
-    head = work.tokens * config.head_dim  # elements of one head on one rank
-    heads = config.num_heads // layout.tp
-    # kv heads on this rank, repeated for tp and for ulysses when there are too few
-    kv_heads = np.maximum(np.maximum(config.num_kv_heads // layout.tp, 1), layout.ulysses)
-    q_bytes, kv_bytes = (head * n * work.element_bytes for n in (heads, kv_heads))
-    attention_again = layout.recompute != "none"
-    output_again = layout.recompute == "full"
+    """Messages of one step."""
+    layers, recomputed = work.count_layers(), work.count_recomputed()
+    passes = work.micro_batches * layers
+    output_again = work.micro_batches * recomputed
+    selective = work.layout.recompute == "selective"
+    attention_again = choose(selective, passes, output_again)
+    if np.any(work.layout.ulysses > 1):
+        yield from _ulysses(work, passes, attention_again, output_again)
+    if np.any(work.layout.ring > 1):
+        yield from _ring(work, passes, attention_again)
 
-    u = layout.ulysses
-    yield Transfer("sp", "forward", "all_to_all", u, q_bytes, 2 * passes)
-    yield Transfer("sp", "forward", "all_to_all", u, kv_bytes, 2 * passes)
-    again = passes * attention_again
-    yield Transfer(
-        "sp", "backward", "all_to_all", u, q_bytes, 2 * passes + again + passes * output_again
-    )
-    yield Transfer("sp", "backward", "all_to_all", u, kv_bytes, 2 * passes + 2 * again)
 
-    # A ring rank has the whole heads that ulysses left it, of ulysses times the tokens.
-    pair = 2 * head * kv_heads
-    hops = layout.ring - 1
-    yield Transfer("sp", "forward", "send", layout.ring, pair * work.element_bytes, passes * hops)
-    yield Transfer(
-        "sp", "backward", "send", layout.ring, pair * work.element_bytes, (passes + again) * hops
-    )
-    yield Transfer("sp", "backward", "send", layout.ring, pair * FP32, passes * hops)
+def _kv_heads(work: Work) -> Any:
+    """kv heads on this rank, repeated for tp and for ulysses when there are too few."""
+    kv_heads = np.maximum(work.config.num_kv_heads // work.layout.tp, 1)
+    return np.maximum(kv_heads, work.layout.ulysses)
+
+
+def _ulysses(work: Work, passes: Any, attention_again: Any, output_again: Any):
+    config, size = work.config, work.layout.ulysses
+    heads, kv_heads = config.num_heads // work.layout.tp, _kv_heads(work)
+    happens = size > 1
+    # Tensors of one shape are one transfer; in latent attention keys are wider than values.
+    tensors: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    tensors["q", config.qk_head_dim].append(attention_again)
+    tensors["q", config.v_head_dim].append(output_again)
+    tensors["kv", config.qk_head_dim].append(attention_again)
+    tensors["kv", config.v_head_dim].append(attention_again)
+    for (name, head_dim), again in tensors.items():
+        head_bytes = work.tokens * head_dim * work.element_bytes
+        payload = head_bytes * (heads if name == "q" else kv_heads)
+        once, more = len(again) * passes * happens, sum(again) * happens
+        yield Transfer("sp", "forward", "all_to_all", size, payload, once, axis="ulysses")
+        yield Transfer("sp", "backward", "all_to_all", size, payload, once, axis="ulysses")
+        if np.any(more):
+            yield Transfer(
+                "sp", "backward", "all_to_all", size, payload, more, axis="ulysses", again=True
+            )
+
+
+def _ring(work: Work, passes: Any, attention_again: Any) -> Iterator[Transfer]:
+    """A ring rank has the whole heads that ulysses left it, of ulysses times the tokens."""
+    size = work.layout.ring
+    hops = size - 1
+    width = work.config.qk_head_dim + work.config.v_head_dim
+    pair = work.tokens * width * _kv_heads(work)
+    keys, gradients, again = pair * work.element_bytes, pair * FP32, attention_again * hops
+    calls = passes * hops
+    yield Transfer("sp", "forward", "send", size, keys, calls, axis="ring")
+    yield Transfer("sp", "backward", "send", size, keys, calls, axis="ring")
+    if np.any(again):
+        yield Transfer("sp", "backward", "send", size, keys, again, axis="ring", again=True)
+    yield Transfer("sp", "backward", "send", size, gradients, calls, axis="ring")

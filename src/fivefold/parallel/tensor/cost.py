@@ -6,59 +6,123 @@ input's gradient), of the hidden states B; the embedding adds one forward, the h
 (Megatron-LM, arXiv:1909.08053, section 3). With megatron SP each sum is a reduce-scatter and an
 all-gather, and the gathered inputs are not kept but gathered again for the weight gradients
 (arXiv:2205.05198, section 4.2.2).
+
+Of the models that are planned only: attention and an MLP that read the same hidden states are one
+pair; what enters latent attention (MLA) is its latent vectors, which are narrower than B; a
+multi-token-prediction module has an embedding lookup and a head of its own, and one pair more,
+its joining matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work, kv_copies, work_weights
+from fivefold.model.config import ModelConfig
+from fivefold.parallel.work import FP32, Work, kv_copies
 
 
 def transfers(work: Work) -> Iterator[Transfer]:
-    """Messages of one chunk in one step."""
-    layout, m = work.layout, work.micro_batches
-    shared = work.moe_layers * work.has_shared_expert
-    pairs = work.layers + work.dense_layers + shared
-    entries = pairs + work.last  # where hidden states enter split matrices
-    exits = pairs + work.first  # where sums leave them
-    # Full recomputation runs a layer's forward pass again up to the last result that is needed,
-    # which the sum at the end of a dense layer is not.
-    again = layout.recompute == "full"
-    entries_again = pairs * again
-    exits_again = (pairs - work.dense_layers) * again
-
-    def move(phase: str, op: str, calls: int, split: str) -> Transfer:
-        return Transfer(split, phase, op, layout.tp, work.hidden_bytes, m * calls)
-
-    if layout.sp:
-        yield move("forward", "all_gather", entries, "sp")
-        yield move("forward", "reduce_scatter", exits, "sp")
-        yield move("backward", "all_gather", 2 * pairs + work.first + work.last, "sp")
-        yield move("backward", "all_gather", entries_again, "sp")
-        yield move("backward", "reduce_scatter", entries, "sp")
-        yield move("backward", "reduce_scatter", exits_again, "sp")
-    else:
-        yield move("forward", "all_reduce", exits, "tp")
-        yield move("backward", "all_reduce", entries, "tp")
-        yield move("backward", "all_reduce", exits_again, "tp")
-    # The loss joins row maxima, then row sums and the labels' logits in one message.
-    row_bytes = work.tokens * FP32
-    calls = m * work.last
-    yield Transfer("tp", "forward", "all_reduce", layout.tp, row_bytes, calls)
-    yield Transfer("tp", "forward", "all_reduce", layout.tp, 2 * row_bytes, calls)
+    """Messages of one step."""
+    if not np.any(work.layout.tp > 1):
+        return
+    yield from _sums(work)
+    yield from _loss(work)
     yield from _partial_gradients(work)
 
 
+def _sums(work: Work) -> Iterator[Transfer]:
+    config, layout = work.config, work.layout
+    first, last = work.first + work.mtp_layers, work.last + work.mtp_layers
+    attention, pairs = work.count_layers(), _pairs(config, work.count_layers)
+    # Full recomputation runs a layer's forward pass again up to the last result that is needed,
+    # which the sum at the end of a dense layer is not.
+    again = _pairs(config, work.count_recomputed)
+    exits_again = again - work.count_recomputed(lambda kind: not kind.moe)
+    megatron_sp = layout.sp & (layout.tp > 1)
+    plain = np.logical_not(layout.sp) & (layout.tp > 1)
+
+    def move(split: str, phase: str, op: str, calls: Any, again: bool = False) -> Transfer:
+        happens = megatron_sp if split == "sp" else plain
+        calls = work.micro_batches * calls * happens
+        size, payload = layout.tp, work.hidden_bytes
+        return Transfer(split, phase, op, size, payload, calls, axis="tp", again=again)
+
+    def entries(split: str, phase: str, op: str, calls: Any, attention: Any, again: bool = False):
+        """Moves of what enters split matrices, of which `attention` enter attention."""
+        latent = _latent_width(config)
+        if latent is None:
+            yield move(split, phase, op, calls, again)
+            return
+        yield move(split, phase, op, calls - attention, again)
+        narrow = work.tokens * latent * work.element_bytes
+        yield replace(move(split, phase, op, attention, again), payload_bytes=narrow)
+
+    if np.any(megatron_sp):
+        attention_again = work.count_recomputed()
+        yield from entries("sp", "forward", "all_gather", pairs + last, attention)
+        yield move("sp", "forward", "reduce_scatter", pairs + first)
+        gathers = 2 * pairs + first + last
+        yield from entries("sp", "backward", "all_gather", gathers, attention)
+        yield from entries("sp", "backward", "reduce_scatter", pairs + last, attention)
+        if np.any(again):
+            yield from entries("sp", "backward", "all_gather", again, attention_again, True)
+            yield move("sp", "backward", "reduce_scatter", exits_again, again=True)
+    if np.any(plain):
+        yield move("tp", "forward", "all_reduce", pairs + first)
+        yield from entries("tp", "backward", "all_reduce", pairs + last, attention)
+        if np.any(exits_again):
+            yield move("tp", "backward", "all_reduce", exits_again, again=True)
+
+
+def _pairs(config: ModelConfig, count: Callable[..., Any]) -> Any:
+    """Pairs of split matrices in the layers that `count` counts."""
+    has_shared = config.moe is not None and config.moe.shared_intermediate_size > 0
+    mlps = count(lambda kind: not kind.moe) * (not config.parallel_attention)
+    shared = count(lambda kind: kind.moe) * has_shared
+    return count() + mlps + shared + count(lambda kind: kind.mtp)
+
+
+def _latent_width(config: ModelConfig) -> int | None:
+    """Elements of the latent vectors of a token that enter attention's split matrices in place of
+    its hidden states."""
+    if config.mla is None or config.mla.q_lora_rank is None:
+        return None
+    return config.mla.q_lora_rank + config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+
+
+def _loss(work: Work) -> Iterator[Transfer]:
+    """The loss joins row maxima, then row sums and the labels' logits in one message."""
+    size, row_bytes = work.layout.tp, work.tokens * FP32
+    calls = work.micro_batches * (work.last + work.mtp_layers) * (size > 1)
+    if np.any(calls):
+        yield Transfer("tp", "forward", "all_reduce", size, row_bytes, calls, axis="tp")
+        yield Transfer("tp", "forward", "all_reduce", size, 2 * row_bytes, calls, axis="tp")
+
+
 def _partial_gradients(work: Work) -> Iterator[Transfer]:
-    """Whole weights that each tp rank used on a part of the sequence or of the heads."""
+    """Whole weights that each tp rank used on a part of the sequence or of the heads: their
+    gradients are summed in one message a chunk, over the tp ranks or over the copies."""
     layout = work.layout
-    copies = kv_copies(layout, work.config)
-    kinds = {"tp", "sp"} if layout.sp else {"tp"}
-    split = "sp" if layout.sp else "tp"
-    for group_size, partial in ((layout.tp, kinds), (copies, {"kv"})):
-        weights = [w for w in work_weights(work) if w.partial in partial]
-        elements = sum(w.gradient_elements(work) for w in weights)
-        calls = 1 if elements else 0
-        yield Transfer(split, "optimizer", "all_reduce", group_size, elements * FP32, calls)
+    dense, _, outside = work.units
+
+    def gradients(partial: str) -> Any:
+        weights = [*dense, *outside]
+        return work.total(weights, lambda sizes: sizes.gradient, lambda w: w.partial == partial)
+
+    used_in_parts = gradients("tp") + layout.sp * gradients("sp")
+    for size, elements in (
+        (layout.tp, used_in_parts),
+        (kv_copies(layout, work.config), gradients("kv")),
+    ):
+        calls = work.chunks * ((elements > 0) & (size > 1))
+        payload = elements * FP32 / work.chunks
+        for split, here in (("sp", layout.sp), ("tp", np.logical_not(layout.sp))):
+            if np.any(calls * here):
+                yield Transfer(
+                    split, "optimizer", "all_reduce", size, payload, calls * here, axis="tp"
+                )

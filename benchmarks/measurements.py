@@ -1,0 +1,403 @@
+"""Published measurements as jobs and layouts: what `accuracy.py` and `fit.py` predict.
+
+A file has the columns of benchmarks/data/measurements.csv, one published figure a row. What a row
+leaves blank is filled by the rules in this module, which know the training program that a source
+used, never its result. A row that says too little is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from fivefold.cluster.cluster import Cluster, load_cluster
+from fivefold.errors import UserError
+from fivefold.layout.notation import Layout
+from fivefold.model.config import ModelConfig, MoEConfig
+from fivefold.model.counts import flops_per_token
+from fivefold.model.presets import load_preset, preset_names
+from fivefold.plan.job import ENGINES, Engine, Job
+
+MEASUREMENTS = Path(__file__).parent / "data" / "measurements.csv"
+
+TRUST = {
+    "A": "MLPERF DGXC MCMOE KORTH DSV3 SIMUMAX",
+    "A-": "MB FOLD MEGASC L3 MPT TITAN ZB NEMO24 ZOO NEM15",
+    "B": "SC21 MLM MLM1 MSMOE BLOOM INTERN NANO NEMOLS PRIMUS FMS MTNLG BBG",
+}
+"""How far a source is trusted, by the prefix of its rows; all others are C."""
+
+CLUSTERS = {
+    "V100": "dgx2-v100",
+    "A100-40": "dgx-a100-40gb",
+    "A100": "dgx-a100",
+    "A800": "hgx-a800",
+    "H100 SXM (96GB": "grand-teton-h100-96gb",
+    "H100": "dgx-h100",
+    "H200": "dgx-h200",
+    "H800": "hgx-h800",
+    "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
+    "B200": "dgx-b200",
+    "B300": "dgx-b300",
+    "MI250": "frontier-mi250x",
+    "MI300": "mi300x",
+    "MI325": "mi325x",
+    "MI350": "mi350x",
+    "MI355": "mi355x",
+}
+"""Which catalogue entry a GPU's name begins."""
+
+NETWORKS = {"BLOOM": 6.25e9, "INTERN": 6.25e9}
+"""Scale-out bytes/s a GPU and direction of sources that say so: 4 x 100 Gbit/s a node."""
+
+FULL_ATTENTION = "DGXC MPT NEMO24 MLPERF KORTH MEGASC FMS NEM15 NANO MLM FOLD SC21 BLOOM".split()
+"""Sources whose FLOPs count the full square of attention; the others count its causal half."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published figure, ready to be predicted."""
+
+    id: str
+    source: str  # prefix of the id
+    cluster: str  # rows of one model on one GPU
+    trust: str
+    gpu: str
+    job: Job
+    choices: tuple[Layout, ...]  # one; or several that the row leaves open, the likeliest first
+    step_s: float | None  # measured
+    memory_bytes: float | None  # measured
+    notes: str = field(repr=False, default="")
+
+    @property
+    def kind(self) -> str:
+        return "MoE" if self.job.config.moe else "dense"
+
+
+def read(path: Path = MEASUREMENTS) -> tuple[list[Case], list[tuple[str, str]]]:
+    """The cases of a file, and (id, reason) of each row that cannot be taken."""
+    cases, skipped = [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            try:
+                cases.append(case(row))
+            except UserError as error:
+                skipped.append((row["id"], str(error)))
+    return cases, skipped
+
+
+def case(row: dict[str, str]) -> Case:
+    """One row. UserError, with the reason, where it says too little."""
+    source = row["id"].rsplit("-", 1)[0]
+    config = _config(row)
+    cluster = _cluster(row, source)
+    sequence_length = _count(row, "seq_len", default=1024 if source == "MLM1" else None)
+    engine = _engine(row, source)
+    layouts, global_batch = _layouts(row, source, config)
+    job = Job(
+        config=config,
+        cluster=cluster,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        precision=_precision(row),
+        engine=engine,
+        mtp="MTP on" in row["notes"] or "incl. MTP" in row["notes"] or source == "DSV3",
+    )
+    step_s, memory_bytes = _step_s(row, source, job), _memory_bytes(row, source)
+    if step_s is None and memory_bytes is None:
+        raise UserError("no step time and no memory can be read from the row")
+    trust = next((grade for grade, names in TRUST.items() if source in names.split()), "C")
+    return Case(
+        id=row["id"],
+        source=source,
+        cluster=row["cluster"] or f"{row['model_name']} | {row['gpu']}",
+        trust=trust,
+        gpu=row["gpu"],
+        job=job,
+        choices=layouts,
+        step_s=step_s,
+        memory_bytes=memory_bytes,
+        notes=row["notes"],
+    )
+
+
+# --- The model.
+
+
+def _config(row: dict[str, str]) -> ModelConfig:
+    name = row["model_name"].lower().replace("internal-", "")
+    layers, hidden = _count(row, "n_layers"), _count(row, "hidden")
+    if name in preset_names():
+        config = load_preset(name)
+        if (config.num_layers, config.hidden_size) == (layers, hidden):
+            return config
+    if row["attention_kind"] == "mla":
+        raise UserError(f"the widths of {row['model_name']}'s latent attention are not given")
+    heads = _count(row, "n_heads", default=max(1, hidden // 128))
+    head_dim = _count(row, "head_dim", default=hidden // heads)
+    experts = _count(row, "moe_experts", default=0)
+    moe = _moe(row, experts, layers) if experts > 1 else None
+    width = row["ffn_hidden"] or row["moe_ffn_hidden"]
+    gated = "mlp=2mat" not in row["notes"]
+    return ModelConfig(
+        family="measured",
+        vocab_size=_count(row, "vocab", default=51_200),
+        hidden_size=hidden,
+        intermediate_size=int(float(width)) if width else 4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_count(row, "n_kv_heads", default=heads),
+        head_dim=head_dim + head_dim % 2,
+        tied_embeddings="tied embeddings" in row["notes"].replace("tied embeddings False", ""),
+        qkv_bias=not gated,
+        output_bias=not gated,
+        mlp_bias=not gated,
+        qk_norm="Qwen3" in row["model_name"],
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        moe=moe,
+        gated_mlp=gated,
+        norm_kind="rms" if gated else "layer",
+    )
+
+
+def _moe(row: dict[str, str], experts: int, layers: int) -> MoEConfig:
+    width = _count(row, "moe_ffn_hidden")
+    stated = row["moe_shared"]
+    shared = re.search(r"ffn (\d+)", stated)
+    shared_width = int(shared[1]) if shared else int(float(stated or 0)) * width
+    dense = re.search(r"first (\d+)", row["moe_layer_freq_or_first_dense"])
+    first = int(dense[1]) if dense else 0
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=_count(row, "moe_topk"),
+        expert_intermediate_size=width,
+        shared_intermediate_size=shared_width,
+        shared_gate=False,
+        norm_topk_prob=True,
+        aux_loss_coef=0.0,
+        layers=tuple(layer >= first for layer in range(layers)),
+    )
+
+
+# --- The machine and the program.
+
+
+def _cluster(row: dict[str, str], source: str) -> Cluster:
+    name = next((entry for gpu, entry in CLUSTERS.items() if row["gpu"].startswith(gpu)), None)
+    if row["gpu"] == "(any)":
+        name = "dgx-h200"
+    if name is None:
+        raise UserError(f"the catalogue has no {row['gpu']}")
+    return _with_network(name, _count(row, "n_gpus"), NETWORKS.get(source))
+
+
+@lru_cache(maxsize=None)
+def _with_network(name: str, gpus: int, bandwidth: float | None) -> Cluster:
+    cluster = load_cluster(name, gpus)
+    if bandwidth is None:
+        return cluster
+    inner, *outer = cluster.system
+    slower = (replace(tier, bandwidth=bandwidth) for tier in outer)
+    return replace(cluster, system=(inner, *slower))
+
+
+def _precision(row: dict[str, str]) -> str:
+    text = row["precision"].upper()
+    if "NVFP4" in text:
+        return "nvfp4"
+    if "MX" in text:
+        return "mxfp8"
+    return "fp8" if "FP8" in text or "FLOAT8" in text else "bf16"
+
+
+def _engine(row: dict[str, str], source: str) -> Engine:
+    """The program of a source. FlashAttention was published in May 2022; sources before it, and
+    those that were trained by programs from before it, ran attention as separate kernels."""
+    notes = row["notes"]
+    flash = source not in "SC21 KORTH MLM1 BLOOM MTNLG BBG OPT NEOX GLM".split()
+    if "MaxText" in notes or "PaXML" in notes:
+        engine = ENGINES["fsdp"]
+    elif source in "MB DGXC MLPERF NEMO24 NEMOLS".split():
+        engine = ENGINES["nemo"]
+    elif source in "MPT TITAN FMS INTERN HFULY LLAMA1".split():
+        engine = replace(ENGINES["fsdp"], fused_kernels="torch.compile" in notes)
+    else:
+        engine = ENGINES["megatron"]
+    if "no TP/PP overlap" in notes:
+        engine = replace(engine, overlapped_gradients=False, overlapped_weights=False)
+    return replace(
+        engine,
+        flash_attention=flash,
+        cuda_graphs="CUDA graphs" in notes and "CUDA graphs in GB" not in notes
+        or ("CUDA graphs in GB" in notes and row["gpu"].startswith("GB")),
+        overlapped_experts=("A2A overlap" in notes and "no A2A overlap" not in notes)
+        or "DualPipe" in row["pipeline_schedule"]
+        or "MegaScale-MoE:" in notes,
+        pipelined_tensor_messages=engine.pipelined_tensor_messages or "AsyncTP" in notes
+        or "async TP" in notes,
+        host_optimizer="optimizer-state offload" in notes,
+        selective="attention" if "attn" in row["recompute"] or "attention" in row["recompute"]
+        else "light",
+    )
+
+
+# --- The layout.
+
+
+def _layouts(
+    row: dict[str, str], source: str, config: ModelConfig
+) -> tuple[tuple[Layout, ...], int]:
+    gpus = _count(row, "n_gpus")
+    tp, pp, cp = (_count(row, name, default=1) for name in ("tp", "pp", "cp"))
+    dp = gpus // (tp * pp * cp)
+    if tp * pp * cp * dp != gpus:
+        raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    ep = _count(row, "ep", default=1) if config.moe else 1
+    etp = _count(row, "etp", default=1 if ep > 1 else tp) if config.moe else 1
+    zero, replicas = _zero(row, source, dp * cp, gpus)
+    global_batch = _count(row, "global_batch", default=dp if source in ("INTERN",) else None)
+    a2a = "a2a" in row["cp_kind"] or "all-to-all" in row["cp_kind"]
+    schedule = _schedule(row)
+    chosen = []
+    for recompute in _recomputes(row):
+        for vpp in _chunks(row, config, pp):
+            for micro_batch in _micro_batches(row, global_batch, dp):
+                chosen.append(
+                    Layout(
+                        tp=tp,
+                        sp=tp > 1 and row["sp"] != "no",
+                        pp=pp,
+                        vpp=vpp,
+                        dp=dp,
+                        dp_replicate=replicas if zero else 1,
+                        zero=zero,
+                        ep=ep,
+                        etp=etp if etp in (1, tp) else 1,
+                        ulysses=cp if a2a else 1,
+                        ring=1 if a2a else cp,
+                        micro_batch=micro_batch,
+                        accumulation=max(1, round(global_batch / (dp * micro_batch))),
+                        recompute=recompute,
+                        schedule=schedule,
+                    )
+                )
+    return tuple(chosen), global_batch
+
+
+def _zero(row: dict[str, str], source: str, replicas: int, gpus: int) -> tuple[int, int]:
+    """ZeRO stage, and over how many groups the state is only replicated."""
+    text = row["zero_stage_or_fsdp"]
+    group = re.search(r"group (\d+)", text)
+    groups = max(1, replicas // int(group[1])) if group else 1
+    if "FSDP=0" in text:
+        return 1, 1
+    if "SHARD_GRAD" in text:
+        return 2, 1
+    if text.startswith("HSDP"):
+        return 3, max(1, replicas // int(row["gpus_per_node"] or 8))
+    if "FSDP" in text or "ZeRO-3" in text:
+        return 3, groups
+    if "ZeRO-0" in text or replicas == 1:
+        return 0, 1
+    if "ZeRO-1" in text or "distributed optimizer" in text:
+        return 1, groups
+    # Not said: Megatron-Core's recipes shard the optimizer; the programs of 2021 and 2022 did not.
+    return (0 if int(row["year"] or 2024) <= 2022 else 1), 1
+
+
+def _recomputes(row: dict[str, str]) -> list[str]:
+    """Not said: the least that fits in memory."""
+    text = row["recompute"]
+    if not text:
+        return ["none", "selective", "full"]
+    if text.startswith("selective (per-op"):
+        return ["selective"]
+    return [text.split()[0]]
+
+
+def _chunks(row: dict[str, str], config: ModelConfig, pp: int) -> list[int]:
+    if pp == 1:
+        return [1]
+    if row["vpp"].isdigit():
+        return [int(row["vpp"])]
+    if row["vpp"] == "layers per stage":
+        return [config.num_layers // pp]
+    text = row["pipeline_schedule"].lower()
+    interleaved = "interleaved" in text or text == "1f1b-i"
+    if not interleaved:
+        return [1]
+    per_rank = config.num_layers // pp
+    return [v for v in range(2, per_rank + 1) if per_rank % v == 0] or [1]
+
+
+def _micro_batches(row: dict[str, str], global_batch: int, dp: int) -> list[int]:
+    if row["micro_batch"]:
+        return [_count(row, "micro_batch")]
+    share = max(1, global_batch // dp)
+    return [m for m in (1, 2, 4, 8) if share % m == 0]
+
+
+def _schedule(row: dict[str, str]) -> str:
+    text = row["pipeline_schedule"].lower()
+    if "dualpipe" in text:
+        return "dualpipe"
+    if text == "zb-1p" or "zero-bubble" in text:
+        return "zb-h1"
+    if "zbv" in text:
+        return "zb-v"
+    if text in ("zb-2p", "v-half", "v-min"):
+        raise UserError(f"the schedule {text} is not known")
+    return "1f1b"
+
+
+# --- What was measured.
+
+
+def _step_s(row: dict[str, str], source: str, job: Job) -> float | None:
+    value, gpus = float(row["metric_value"]), _count(row, "n_gpus")
+    metric = row["metric_name"]
+    tokens = job.global_batch * job.sequence_length
+    if metric == "step_time":
+        return value
+    if metric == "tokens_per_s_per_gpu":
+        return tokens / (value * gpus)
+    if metric == "samples_per_s_per_gpu":
+        return job.global_batch / (value * gpus)
+    if metric == "samples_per_s":
+        return job.global_batch / value
+    if metric in ("mfu", "model_tflops_per_gpu", "hardware_tflops_per_gpu"):
+        peak = job.cluster.device.peak_flops(job.cluster.device.half)
+        rate = value / 100 * peak if metric == "mfu" else value * 1e12
+        flops = flops_per_token(job.config, job.sequence_length, source not in FULL_ATTENTION)
+        if metric.startswith("hardware"):  # one more forward pass
+            flops = flops * 4 / 3
+        return tokens * flops / (rate * gpus)
+    if row["also_step_time_s"]:
+        return float(row["also_step_time_s"])
+    return None
+
+
+def _memory_bytes(row: dict[str, str], source: str) -> float | None:
+    if row["metric_name"] == "peak_memory":
+        return float(row["metric_value"]) * 1e9
+    match = re.match(r"([\d.]+)\s*(GiB)?", row["also_peak_mem_gb"])
+    if not match:
+        return None
+    unit = 2**30 if match[2] or source == "TITAN" else 1e9
+    return float(match[1]) * unit
+
+
+def _count(row: dict[str, str], name: str, default: int | None = None) -> int:
+    text = row[name].strip()
+    try:
+        return int(float(text))
+    except ValueError:
+        if default is None:
+            raise UserError(f"{name} is not given") from None
+        return default

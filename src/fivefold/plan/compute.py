@@ -1,0 +1,127 @@
+"""Seconds of the operations of one rank on its device.
+
+A product takes the longer of its arithmetic and its reads and writes. Arithmetic runs at the
+device's peak times what large products reach, less what small ones lose: the last wave of tiles
+leaves part of the device idle, short inner dimensions do not fill its pipelines, and a tile is
+computed whole (NVIDIA, "Matrix Multiplication Background User's Guide"). Everything here is
+elementwise over arrays of layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.plan.constants import Constants
+from fivefold.plan.job import Job
+from fivefold.plan.operations import Attention, Numbers, Operations, Product
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""The usual tile of a large product."""
+LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer and one micro-batch on one rank, messages not included."""
+
+    forward: Numbers
+    input_gradient: Numbers  # the part of the backward pass that the stage before waits for
+    weight_gradient: Numbers
+    attention_forward: Numbers  # part of `forward`: what ring messages can hide behind
+    attention_backward: Numbers
+    split_products: Numbers  # part of `forward`: the products beside which TP sends
+    light: Numbers  # part of `forward`: what selective recomputation may run again
+
+    @property
+    def backward(self) -> Numbers:
+        return self.input_gradient + self.weight_gradient
+
+
+def seconds(job: Job, constants: Constants, operations: Operations) -> Seconds:
+    """The time of a layer's operations."""
+    products = [product_s(job, constants, p) for p in operations.products]
+    forward_products = sum(products, 0.0)
+    split = sum((s for s, p in zip(products, operations.products, strict=True) if p.split), 0.0)
+    attention_forward, attention_backward = _attention_s(job, constants, operations.attention)
+    light = _light_s(job, constants, operations.moved)
+    quantize = sum((_quantize_s(job, constants, p) for p in operations.products), 0.0)
+    accumulate = sum((_accumulate_s(job, constants, p) for p in operations.products), 0.0)
+    launch = 0.0 if job.engine.cuda_graphs else operations.kernels * constants.launch_s
+    forward = np.maximum(forward_products + attention_forward + light + quantize, launch)
+    input_gradient = forward_products + attention_backward + constants.light_backward * light
+    input_gradient = np.maximum(input_gradient + quantize, launch)
+    return Seconds(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=forward_products + accumulate,
+        attention_forward=attention_forward,
+        attention_backward=attention_backward,
+        split_products=split,
+        light=light,
+    )
+
+
+def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
+    """Seconds of the forward product."""
+    device = job.cluster.device
+    low = product.quantized and job.precision in LOW_PRECISION_BYTES
+    precision = job.precision if low else device.half
+    peak = constants.product_flops(device, precision)
+    grouped = np.where(np.asarray(product.groups) > 1, constants.grouped, 1.0)
+    rows = np.ceil(product.m / TILE_ROWS) * TILE_ROWS
+    tiles = product.groups * rows * product.n / (TILE_ROWS * TILE_COLUMNS)
+    waves = tiles / constants.processors
+    losses = (1 + constants.wave_loss / waves) * (1 + constants.depth_loss / product.k)
+    arithmetic = 2.0 * product.groups * rows * product.n * product.k * losses / (peak * grouped)
+    element = LOW_PRECISION_BYTES[precision] if low else 2.0
+    read = element * product.k * (product.m + product.n)
+    moved = product.groups * (read + 2.0 * product.m * product.n)
+    return np.maximum(arithmetic, moved / (device.memory_bandwidth * constants.memory))
+
+
+def _accumulate_s(job: Job, constants: Constants, product: Product) -> Numbers:
+    """A weight's gradient is added to what is there: read and written once a micro-batch, after
+    the product's last tile."""
+    elements = product.groups * product.n * product.k
+    moved = 2.0 * job.engine.gradient_bytes * elements
+    return moved / (job.cluster.device.memory_bandwidth * constants.memory)
+
+
+def _attention_s(job: Job, constants: Constants, attention: Attention | None):
+    """Forward and backward. The backward pass does 2.5 times the products of the forward pass
+    (FlashAttention-2, arXiv:2307.08691, section 4.1)."""
+    if attention is None:
+        return 0.0, 0.0
+    device = job.cluster.device
+    peak = device.peak_flops(device.half)
+    if job.engine.flash_attention:
+        # Short sequences do not fill the pipelines of the kernel.
+        losses = 1 + constants.attention_length / attention.keys
+        forward = attention.flops * losses / (peak * constants.attention_forward)
+        backward = 2.5 * attention.flops * losses / (peak * constants.attention_backward)
+        return forward, backward
+    # Separate kernels: two products over all scores, masked or not, and passes over the scores.
+    scores = attention.tokens * attention.sequence * attention.heads
+    flops = 2.0 * scores * (attention.qk_dim + attention.v_dim)
+    products = flops / (peak * constants.unfused_attention)
+    passes = 2.0 * scores / (device.memory_bandwidth * constants.memory)
+    return products + constants.score_passes * passes, 2 * products + (
+        constants.score_passes * passes
+    )
+
+
+def _light_s(job: Job, constants: Constants, moved: Numbers) -> Numbers:
+    factor = 1.0 if job.engine.fused_kernels else constants.unfused_light
+    return 2.0 * moved * factor / (job.cluster.device.memory_bandwidth * constants.memory)
+
+
+def _quantize_s(job: Job, constants: Constants, product: Product) -> Numbers:
+    """A product's input is read once and written in low precision twice: as it is for this
+    product, and transposed for the weight's gradient."""
+    if not product.quantized or job.precision not in LOW_PRECISION_BYTES:
+        return 0.0
+    low = LOW_PRECISION_BYTES[job.precision]
+    moved = product.groups * product.m * product.k * (2.0 + 2 * low)
+    return constants.quantize * moved / (job.cluster.device.memory_bandwidth * constants.memory)

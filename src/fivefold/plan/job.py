@@ -1,0 +1,100 @@
+"""What a plan holds fixed: the model, the cluster, the batch, the precision and the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fivefold.cluster.cluster import Cluster
+from fivefold.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the training program does beside its arithmetic: what it hides, fuses and keeps.
+
+    The defaults describe a well-tuned Megatron-Core run; `ENGINES` has others. None of these is a
+    number of seconds: they say which messages can run beside which compute, and the time that
+    stays exposed follows from that.
+    """
+
+    name: str = "megatron"
+    flash_attention: bool = True  # one kernel that never writes the score matrix to memory
+    fused_kernels: bool = True  # norms, residuals and activations in few passes over memory
+    pipelined_tensor_messages: bool = False  # TP messages cut in pieces beside their product
+    hidden_tensor_backward: bool = True  # TP messages of the backward pass beside a product
+    overlapped_gradients: bool = True  # data-parallel reduction beside the backward pass
+    overlapped_weights: bool = True  # data-parallel weight gathers beside the forward pass
+    overlapped_sends: bool = True  # pipeline sends beside other micro-batches (interleaved)
+    overlapped_ring: bool = True  # keys and values travel beside attention
+    overlapped_experts: bool = False  # dispatch and combine beside another micro-batch
+    cuda_graphs: bool = False  # no time lost between kernels
+    flat_shards: bool = True  # ZeRO shards flat buffers; False: rows of each weight, padded
+    gradient_bytes: int = 4  # of one accumulated gradient element
+    reduced_bytes: int = 4  # of one gradient element on the wire
+    gathered_bytes: int = 2  # of one weight element on the wire
+    optimizer_bytes: int = 12  # fp32 master weight and two moments of an element
+    host_optimizer: bool = False  # optimizer state lives in host memory
+    # What recompute=selective recomputes: "attention", "light" operations (norms, activation
+    # functions, projections up from latent vectors), or "products": every second product and all
+    # that is no product and no attention.
+    selective: str = "attention"
+    loss_bytes: int = 2  # alive for each logit in the loss: 2 is in place, in 16 bits
+    split_loss_bytes: int = 0  # more of them where tp splits the vocabulary
+    loss_chunk: int = 0  # tokens whose logits are alive at a time, 0 = of a whole micro-batch
+    step_bytes: int = 0  # an optimizer-state element needs beside it during the optimizer step
+    bucket_bytes: float = 0.0  # of communication buckets that stay
+    placeholder_gradients: bool = True  # products add to the main gradient, and return empty ones
+    quantized_inputs: bool = True  # 8-bit products keep their inputs in 8 bits for backward
+    keeps_gathered_inputs: bool = False  # tp products keep inputs as sp gathered them
+    keeps_stage_outputs: bool = False  # a pipeline stage's output stays until its backward pass
+    keeps_gathered: bool = False  # ZeRO 3 in a pipeline gathers and reduces once a step
+
+
+ENGINES = {
+    "megatron": Engine(),
+    "nemo": Engine("nemo", pipelined_tensor_messages=True, gradient_bytes=2, loss_bytes=10),
+    "fsdp": Engine(
+        "fsdp",
+        selective="products",
+        loss_bytes=12,  # log-softmax, and the gradients before and after it, in fp32
+        split_loss_bytes=4,  # which is several operations then
+        placeholder_gradients=False,
+        quantized_inputs=False,
+        keeps_gathered_inputs=True,
+        keeps_stage_outputs=True,
+        keeps_gathered=True,
+    ),
+    "deepspeed": Engine(
+        "deepspeed",
+        gradient_bytes=2,
+        loss_bytes=6,  # 16-bit logits, and their softmax in fp32
+        step_bytes=4,  # an fp32 gradient
+        bucket_bytes=2e9,  # to reduce and to gather, of 5e8 16-bit elements each
+        placeholder_gradients=False,
+        keeps_stage_outputs=True,
+    ),
+    "fivefold": Engine(
+        "fivefold",
+        fused_kernels=False,
+        loss_bytes=12,
+        placeholder_gradients=False,
+        quantized_inputs=False,
+        hidden_tensor_backward=False,
+        overlapped_sends=False,
+        flat_shards=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that every layout of one search shares."""
+
+    config: ModelConfig
+    cluster: Cluster
+    sequence_length: int  # tokens
+    global_batch: int  # sequences of one optimizer step
+    precision: str = "bf16"  # of the products: bf16, fp16, fp8, mxfp8, nvfp4
+    engine: Engine = field(default_factory=Engine)
+    mtp: bool = False  # train the multi-token-prediction modules too
+    imbalance: float = 1.0  # tokens of the busiest expert rank, over the mean

@@ -1,0 +1,199 @@
+"""What one rank computes for one micro-batch, operation by operation. Shapes only, no seconds.
+
+All sizes may be arrays [n], one entry a layout. A product is [m, k] x [k, n]. Its backward pass
+is two products of the same FLOPs: of the input's gradient and of the weight's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.layout.many import Layouts
+from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.plan.job import Job
+
+Numbers = NDArray[np.float64] | float
+
+
+@dataclass(frozen=True)
+class Product:
+    """`groups` matrix products of one shape, in one call: [m, k] x [k, n] each."""
+
+    name: str
+    m: Numbers
+    n: Numbers
+    k: Numbers
+    groups: Numbers = 1.0
+    quantized: bool = True  # in the low precision of the job, where it has one
+    split: bool = True  # its messages are those of tensor parallelism
+
+    @property
+    def flops(self) -> Numbers:
+        """Of the forward pass."""
+        return 2.0 * self.groups * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Scores and weighted sum of the heads of one rank."""
+
+    tokens: Numbers  # queries of this rank
+    keys: Numbers  # that one query sees on average
+    heads: Numbers  # on this rank
+    qk_dim: int
+    v_dim: int
+    sequence: Numbers  # keys of one sequence that a rank holds at a time
+
+    @property
+    def flops(self) -> Numbers:
+        """Of the forward pass; a masked score is not counted."""
+        return 2.0 * self.tokens * self.keys * self.heads * (self.qk_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Of one layer (or of what stands before or after the layers), one micro-batch."""
+
+    products: tuple[Product, ...]
+    attention: Attention | None
+    moved: Numbers  # elements read and written by the light operations of the forward pass
+    kernels: float  # launched in the forward pass
+
+    @property
+    def flops(self) -> Numbers:
+        attention = 0.0 if self.attention is None else self.attention.flops
+        return sum((p.flops for p in self.products), attention)
+
+
+def tokens(job: Job, layouts: Layouts) -> Numbers:
+    """Of one micro-batch on one context-parallel rank."""
+    return layouts.micro_batch * (job.sequence_length / layouts.cp)
+
+
+def layer_operations(job: Job, layouts: Layouts, kind: LayerKind) -> Operations:
+    """The forward pass of one layer."""
+    config, t = job.config, tokens(job, layouts)
+    products = list(_attention_products(config, layouts, t))
+    attention = _attention(job, layouts, kind, t)
+    # Between the products: norms and residual sums on the whole width (split by megatron SP),
+    # rotary embedding and activation on the part of a tp rank.
+    slices = np.where(layouts.sp, layouts.tp, 1)
+    norms = config.norms_per_layer * 2.0 * config.hidden_size
+    residuals = 2 * 3.0 * config.hidden_size
+    rotary = 2.0 * (config.num_heads + config.num_kv_heads) * config.qk_head_dim
+    if config.qk_norm:
+        rotary = 2 * rotary
+    moved = t * ((norms + residuals) / slices + rotary / layouts.tp)
+    kernels = 14.0
+    if kind.moe:
+        expert_products, expert_moved = _expert_operations(job, layouts, t)
+        products += expert_products
+        moved = moved + expert_moved
+        kernels += 40.0
+    else:
+        width = config.intermediate_size
+        products += _mlp_products("mlp", config, t, width, layouts.tp)
+        moved = moved + t * _activation_elements(config.gated_mlp) * width / layouts.tp
+        kernels += 4.0
+    return Operations(tuple(products), attention, moved, kernels)
+
+
+def embedding_operations(job: Job, layouts: Layouts) -> Operations:
+    """Looking up the tokens' rows."""
+    moved = 2.0 * tokens(job, layouts) * job.config.hidden_size
+    return Operations((), None, moved, 4.0)
+
+
+def head_operations(job: Job, layouts: Layouts) -> Operations:
+    """Final norm, the head's product and the loss, whose logits are read and written in fp32."""
+    config, t = job.config, tokens(job, layouts)
+    columns = config.vocab_size / layouts.tp
+    head = Product("head", t, columns, config.hidden_size, quantized=False)
+    slices = np.where(layouts.sp, layouts.tp, 1)
+    passes = 2.0 + 2 * 3.0  # bf16 once each way, and three passes over fp32 (two units each)
+    moved = t * (2.0 * config.hidden_size / slices + passes * columns)
+    return Operations((head,), None, moved, 12.0)
+
+
+def _attention_products(config: ModelConfig, layouts: Layouts, t: Numbers):
+    hidden, tp = config.hidden_size, layouts.tp
+    out_width = config.num_heads * config.v_head_dim
+    if config.mla is None:
+        kv_heads = np.maximum(config.num_kv_heads / tp, 1.0)  # copies where they are too few
+        rows = config.num_heads * config.head_dim / tp + 2 * kv_heads * config.head_dim
+        yield Product("qkv", t, rows, hidden)
+    else:
+        mla = config.mla
+        # The down-projections are whole on every tp rank; megatron SP splits their tokens.
+        part = t / np.where(layouts.sp, tp, 1)
+        q_width = config.num_heads * config.qk_head_dim / tp
+        if mla.q_lora_rank:
+            yield Product("q_down", part, mla.q_lora_rank, hidden, split=False)
+            yield Product("q_up", t, q_width, mla.q_lora_rank)
+        else:
+            yield Product("q", t, q_width, hidden)
+        yield Product(
+            "kv_down", part, mla.kv_lora_rank + mla.qk_rope_head_dim, hidden, split=False
+        )
+        width = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
+        yield Product("kv_up", t, width, mla.kv_lora_rank)
+    yield Product("out", t, hidden, out_width / tp)
+
+
+def _attention(job: Job, layouts: Layouts, kind: LayerKind, t: Numbers) -> Attention:
+    """Ulysses gives a rank its share of the heads of ulysses times the tokens: the same work."""
+    config, s = job.config, float(job.sequence_length)
+    # A causal query sees half of the keys on average; a window w sees w - w^2 / 2s of them.
+    keys = s / 2
+    if 0 < kind.window < s:
+        keys = kind.window - kind.window**2 / (2 * s)
+    return Attention(
+        tokens=t,
+        keys=keys,
+        heads=config.num_heads / layouts.tp,
+        qk_dim=config.qk_head_dim,
+        v_dim=config.v_head_dim,
+        sequence=s / layouts.ring,
+    )
+
+
+def _mlp_products(name: str, config: ModelConfig, t: Numbers, width: float, parts: Numbers):
+    columns = (2 if config.gated_mlp else 1) * width / parts
+    yield Product(f"{name}_in", t, columns, config.hidden_size)
+    yield Product(f"{name}_out", t, config.hidden_size, width / parts)
+
+
+def _activation_elements(gated: bool) -> float:
+    """Elements moved for each element of the MLP's width."""
+    return 3.0 if gated else 2.0
+
+
+def _expert_operations(job: Job, layouts: Layouts, t: Numbers):
+    config = job.config
+    moe = config.moe
+    assert moe is not None
+    hidden = config.hidden_size
+    routed = t / layouts.tp  # each tp rank routes its own slice of the tokens
+    # Copies that arrive on the busiest rank; where experts are split over tp, all its slices.
+    copies = routed * moe.experts_per_token * layouts.etp * job.imbalance
+    local = moe.num_experts / layouts.ep
+    width = moe.expert_intermediate_size / layouts.etp
+    gates = 2 if config.gated_mlp else 1
+    products = [
+        Product("router", routed, moe.num_experts, hidden, quantized=False, split=False),
+        Product("experts_in", copies / local, gates * width, hidden, local, split=False),
+        Product("experts_out", copies / local, hidden, width, local, split=False),
+    ]
+    # Rows are put in the experts' order before they travel and again where they arrive, and the
+    # same on the way back, with their weighted sum.
+    moved = routed * moe.experts_per_token * hidden * 2 * 3.0 + copies * hidden * 2 * 2.0
+    moved = moved + copies * _activation_elements(config.gated_mlp) * width
+    moved = moved + routed * moe.num_experts * 6.0
+    if moe.shared_intermediate_size:
+        shared = moe.shared_intermediate_size
+        products += _mlp_products("shared", config, t, shared, layouts.tp)
+        moved = moved + t * _activation_elements(config.gated_mlp) * shared / layouts.tp
+    return products, moved

@@ -1,0 +1,143 @@
+"""The plan file: a small YAML that keeps one chosen layout and what it was chosen for.
+
+`fivefold plan --save plan.yaml` writes it, `fivefold train --layout plan.yaml` takes its layout
+and `fivefold export plan.yaml` turns it into another program's arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from fivefold.errors import UserError
+from fivefold.layout.notation import Layout, parse
+from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.presets import config_from_dimensions, load_model
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+
+
+class _Section(BaseModel):
+    """Keys are known, values have their own type ("3" and 3.0 are no int), nothing changes."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Predicted(_Section):
+    """What the planner expected of the layout when it wrote the file."""
+
+    step_time_s: PositiveFloat | None = None
+    tokens_per_s_per_device: PositiveFloat | None = None
+    mfu: PositiveFloat | None = None  # fraction of the device's peak
+    peak_memory_bytes: PositiveFloat | None = None  # of the fullest device
+
+
+class PlanFile(_Section):
+    """A plan file, checked. A relative path of a model is meant from the file's folder."""
+
+    layout: str  # one line of layout notation
+    model: str | dict[str, Any]  # preset, path, dimensions ("hidden=...,"), or a config's keys
+    cluster: str  # name in the catalogue, path of a cluster file, or a line of numbers
+    gpus: PositiveInt
+    gpus_per_node: PositiveInt = 8  # for the commands that start processes
+    sequence_length: PositiveInt  # tokens
+    global_batch: PositiveInt  # sequences an optimizer step
+    precision: Precision = "bf16"  # of the matrix products
+    mtp: bool = False  # the multi-token-prediction modules are trained too
+    predicted: Predicted | None = None
+
+    def parsed_layout(self) -> Layout:
+        """The layout, checked against the number of GPUs and the global batch (UserError)."""
+        layout = parse(self.layout, self.gpus)
+        if layout.global_batch != self.global_batch:
+            raise UserError(
+                f"the plan's layout makes steps of dp {layout.dp} x mb {layout.micro_batch} x "
+                f"ga {layout.accumulation} = {layout.global_batch} sequences, but its "
+                f"global_batch is {self.global_batch}: change one of them"
+            )
+        return layout
+
+    def read_model(self) -> ModelConfig:
+        """The model's configuration (UserError where there is none)."""
+        if isinstance(self.model, dict):
+            return load_config(self.model)
+        return config_from_dimensions(self.model) if "=" in self.model else load_model(self.model)
+
+
+def save(plan: PlanFile, path: str | Path) -> None:
+    """Write the file: aside first, then renamed, so that it is never half there."""
+    path = Path(path)
+    values = plan.model_dump(exclude_none=True)
+    if isinstance(plan.model, str) and Path(plan.model).exists():
+        values["model"] = os.path.relpath(plan.model, path.parent)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    try:
+        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp lets only the owner read; a plan is an ordinary file.
+        os.chmod(aside, 0o666 & ~_umask())
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from error
+
+
+def load(path: str | Path) -> PlanFile:
+    """Read and check a plan file; UserError names what is wrong in it."""
+    path = Path(path)
+    values = _read_mapping(path)
+    for key in values:
+        if key not in PlanFile.model_fields:
+            raise UserError(f"{path}: unknown key {key}; {_nearest(str(key))}")
+    try:
+        plan = PlanFile.model_validate(values)
+        plan.parsed_layout()
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: {place}: {first['msg'].lower()}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    model = plan.model
+    if isinstance(model, str) and (path.parent / model).exists():
+        plan = plan.model_copy(update={"model": str(path.parent / model)})
+    return plan
+
+
+def layout_of(path: str | Path) -> str:
+    """The layout of a plan file, as a line of layout notation with every degree stated."""
+    return str(load(path).parsed_layout())
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the plan file {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the plan file {path} is not valid YAML: {reason}") from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"the plan file {path} holds no keys; fivefold plan --save {path.name} writes one"
+        )
+    return values
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, PlanFile.model_fields, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(PlanFile.model_fields)}"
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

@@ -1,0 +1,375 @@
+"""Seconds of one optimizer step, by arithmetic, for many layouts at once.
+
+The step is what its slowest pipeline rank does, and what it waits for. For three ranks (the
+first, which has the embedding, a middle one, and the last, which has the head) every operation and
+every transfer of the ledger gets its seconds; a transfer that can run beside compute counts only
+as far as it is longer than that compute. Which transfer can run beside what is the engine's
+(`job.Engine`), not a ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.cluster.collectives import seconds as collective_s
+from fivefold.layout.many import Layouts
+from fivefold.ledger import Transfer
+from fivefold.model.config import LayerKind
+from fivefold.parallel.cost import SPLIT_COSTS
+from fivefold.parallel.data.memory import MOMENTS_BYTES, after_step
+from fivefold.parallel.work import ELEMENT_BYTES, FP32, Work, stage_work
+from fivefold.plan import compute
+from fivefold.plan.constants import Constants
+from fivefold.plan.job import Engine, Job
+from fivefold.plan.operations import (
+    Numbers,
+    embedding_operations,
+    head_operations,
+    layer_operations,
+)
+from fivefold.plan.pipeline import pipeline_step_s
+from fivefold.plan.placement import members
+
+ROLES = ("first", "middle", "last")
+"""The pipeline ranks that differ: see the top of this module."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One transfer of the ledger with its time, arrays [n] over layouts."""
+
+    transfer: Transfer
+    seconds: Numbers  # of all its calls in a step
+    exposed: Numbers  # the part that no compute hides
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, arrays [n]: with exposed messages, and recomputation."""
+
+    forward: Numbers
+    input_gradient: Numbers
+    weight_gradient: Numbers
+
+    @property
+    def backward(self) -> Numbers:
+        return self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one pipeline rank does. Seconds, arrays [n] over layouts."""
+
+    layers: Passes  # of all layers of all its chunks, with all messages
+    outside: Passes  # of the embedding, the head and the loss
+    micro_batches: Numbers  # that go through each chunk
+    chunks: Numbers
+    once: Numbers  # before and after all micro-batches: exposed messages and the optimizer
+    optimizer: Numbers  # part of `once`
+    send: Numbers  # of one message to the next stage
+    rows: list[Row]
+
+    @property
+    def busy(self) -> Numbers:
+        """Of one micro-batch, both passes."""
+        layers, outside = self.layers, self.outside
+        return layers.forward + layers.backward + outside.forward + outside.backward
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds, arrays [n] over layouts."""
+
+    step: Numbers
+    bubble: Numbers  # idle share of the step
+    ranks: dict[str, Rank]  # by role
+
+
+@dataclass(frozen=True)
+class Message:
+    """One transfer of the ledger and what it takes on the network, arrays [n]."""
+
+    transfer: Transfer
+    one: Numbers  # seconds of one call
+    total: Numbers  # seconds of all calls of a step
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one pipeline rank holds and sends, which no constant of a device changes."""
+
+    work: Work
+    messages: list[Message]
+
+
+def estimate_time(job: Job, layouts: Layouts, constants: Constants) -> Time:
+    """The step time of every layout."""
+    return step_time(job, layouts, traffic(job, layouts), constants)
+
+
+def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
+    """What the ranks of each role send, with the seconds that a message alone takes."""
+    places = members(job.cluster, layouts)
+    result = {}
+    for role in ROLES:
+        work = stage_work(
+            job.config,
+            layouts,
+            job.sequence_length,
+            "bf16",
+            role,
+            mtp=job.mtp,
+            flat=job.engine.flat_shards,
+        )
+        messages = []
+        for transfer in (t for split in SPLIT_COSTS for t in split.transfers(work)):
+            payload = transfer.payload_bytes * _wire_share(job, transfer)
+            one = collective_s(job.cluster, transfer.op, places[transfer.axis], payload)
+            messages.append(Message(transfer, one, transfer.calls * one))
+        result[role] = Traffic(work, messages)
+    return result
+
+
+def step_time(
+    job: Job, layouts: Layouts, traffic: dict[str, Traffic], constants: Constants
+) -> Time:
+    """The step time of layouts whose traffic is known."""
+    per_kind = _layer_seconds(job, layouts, constants)
+    ranks = {
+        role: _rank(job, layouts, constants, per_kind, role, mine)
+        for role, mine in traffic.items()
+    }
+    roles = [ranks[role] for role in ROLES]
+    # The first chunk of the first rank has the embedding, the last of the last rank the head.
+    chunks = {
+        name: np.array(
+            [getattr(r.layers, name) / r.chunks + getattr(r.outside, name) for r in roles], dtype=float
+        )
+        for name in ("forward", "backward", "weight_gradient")
+    }
+    pipeline = pipeline_step_s(
+        layouts.schedule,
+        layouts.pp,
+        layouts.vpp,
+        layouts.accumulation,
+        chunks["forward"],
+        chunks["backward"],
+        roles[1].send,
+        weight_s=chunks["weight_gradient"],
+    )
+    once = np.maximum.reduce([rank.once for rank in roles])
+    nodes = np.maximum(layouts.world_size / job.cluster.tier_sizes[0], 1.0)
+    step = (pipeline + once) * (1 + constants.straggler * np.log2(nodes)) + constants.step_s
+    busiest = np.maximum.reduce([rank.micro_batches * rank.busy for rank in roles])
+    return Time(step, 1 - busiest / step, ranks)
+
+
+def _layer_seconds(
+    job: Job, layouts: Layouts, constants: Constants
+) -> dict[LayerKind | str, compute.Seconds]:
+    """Of one layer of each kind, and of what stands before and after the layers."""
+    kinds = [*dict.fromkeys(job.config.layer_kinds)]
+    if job.mtp:
+        kinds.append(job.config.mtp_kind)
+    operations = {kind: layer_operations(job, layouts, kind) for kind in kinds}
+    operations["embedding"] = embedding_operations(job, layouts)
+    operations["head"] = head_operations(job, layouts)
+    return {name: compute.seconds(job, constants, ops) for name, ops in operations.items()}
+
+
+def _rank(
+    job: Job,
+    layouts: Layouts,
+    constants: Constants,
+    per_kind: dict[LayerKind | str, compute.Seconds],
+    role: str,
+    traffic: Traffic,
+) -> Rank:
+    work = traffic.work
+    beside = _compute(job, layouts, per_kind, work)
+    m = work.micro_batches
+    rows, data = [], []
+    slowed = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    send: Numbers = 0.0
+    for message in traffic.messages:
+        transfer, total = message.transfer, message.total
+        if transfer.split == "dp" and transfer.phase != "optimizer":
+            data.append((transfer, total))
+            continue
+        if transfer.axis == "pp" and transfer.op == "send":
+            send = np.maximum(send, np.where(transfer.calls > 0, message.one, 0.0))
+            rows.append(Row(transfer, total, np.where(layouts.vpp > 1, 0.0, total)))
+            continue  # the pipeline's formula knows when a rank waits for a message
+        exposed = _exposed(job, layouts, transfer, total, beside, m)
+        rows.append(Row(transfer, total, exposed))
+        # Messages that run beside compute take some of its processors and memory bandwidth.
+        slowed[transfer.phase] = (
+            slowed[transfer.phase] + exposed + constants.contention * (total - exposed)
+        )
+    once = slowed["optimizer"]
+    for phase in ("forward", "backward"):
+        mine = [(t, s) for t, s in data if t.phase == phase]
+        share, hidden = _data_exposure(job, layouts, mine, beside, role, phase)
+        rows += [Row(t, s, s * share) for t, s in mine]
+        total = sum((s for _, s in mine), 0.0)
+        once = once + share * total
+        slowed[phase] = slowed[phase] + constants.contention * hidden
+    optimizer = _optimizer_s(job, constants, work)
+    outside = _outside(per_kind, work)
+    return Rank(
+        layers=Passes(
+            beside.forward - outside.forward + slowed["forward"] / m,
+            beside.input_gradient - outside.input_gradient + slowed["backward"] / m,
+            beside.weight_gradient - outside.weight_gradient,
+        ),
+        outside=outside,
+        micro_batches=m,
+        chunks=work.chunks,
+        once=once + optimizer,
+        optimizer=optimizer,
+        send=send,
+        rows=rows,
+    )
+
+
+def _outside(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Passes:
+    """Embedding, head and loss, and those of multi-token prediction."""
+    modules = work.mtp_layers
+    parts = [
+        (per_kind["embedding"], work.first + modules),
+        (per_kind["head"], work.last + modules),
+    ]
+    return Passes(
+        sum(s.forward * count for s, count in parts),
+        sum(s.input_gradient * count for s, count in parts),
+        sum(s.weight_gradient * count for s, count in parts),
+    )
+
+
+def _compute(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Seconds:
+    """Of one micro-batch on one pipeline rank, recomputation included."""
+    parts: list[tuple[compute.Seconds, Numbers, Numbers]] = [
+        (per_kind[kind], count, recomputed)
+        for (kind, count), recomputed in zip(work.layers, work.recomputed, strict=True)
+    ]
+    modules = work.mtp_layers
+    parts += [(per_kind["embedding"], work.first + modules, 0)]
+    parts += [(per_kind["head"], work.last + modules, 0)]
+
+    def total(name: str) -> Numbers:
+        return sum((getattr(s, name) * count for s, count, _ in parts), 0.0)
+
+    attention_again = layouts.recompute == "selective"
+    again: Numbers = 0.0
+    for s, count, recomputed in parts:
+        selected = s.attention_forward if job.engine.selective == "attention" else s.light
+        again = again + recomputed * s.forward + attention_again * count * selected
+    return compute.Seconds(
+        forward=total("forward"),
+        input_gradient=total("input_gradient") + again,
+        weight_gradient=total("weight_gradient"),
+        attention_forward=total("attention_forward"),
+        attention_backward=total("attention_backward"),
+        split_products=total("split_products"),
+        light=total("light"),
+    )
+
+
+def _wire_share(job: Job, transfer: Transfer) -> float:
+    """The ledger's payloads are those of this program; engines differ in the bytes an element
+    that they gather weights and reduce gradients in."""
+    if transfer.split != "dp":
+        return 1.0
+    if transfer.op == "all_gather":
+        return job.engine.gathered_bytes / ELEMENT_BYTES["bf16"]
+    return job.engine.reduced_bytes / FP32
+
+
+def _exposed(
+    job: Job,
+    layouts: Layouts,
+    transfer: Transfer,
+    total: Numbers,
+    beside: compute.Seconds,
+    m: Numbers,
+) -> Numbers:
+    """The part of a step's messages that no compute hides."""
+    engine = job.engine
+    if transfer.axis == "tp" and transfer.split in ("tp", "sp"):
+        products = m * beside.split_products
+        if transfer.phase == "forward" or transfer.again:
+            return _pipelined(engine, layouts, total, products)
+        if transfer.phase == "optimizer" or not engine.hidden_tensor_backward:
+            return total
+        if transfer.op == "all_gather":
+            # Half are of gradients, which the products wait for; half are of inputs that are
+            # gathered once more for the weight's gradient, beside the product before it.
+            half = total / 2
+            return _pipelined(engine, layouts, half, products) + np.maximum(half - products, 0.0)
+        return np.maximum(total - m * beside.weight_gradient, 0.0)
+    if transfer.axis == "ring" and engine.overlapped_ring:
+        forward = transfer.phase == "forward" or transfer.again
+        attention = beside.attention_forward if forward else beside.attention_backward
+        share = (layouts.ring - 1) / layouts.ring  # the first block needs no message
+        return np.maximum(total - m * attention * share, 0.0)
+    if transfer.split == "ep" and engine.overlapped_experts:
+        forward = transfer.phase == "forward"
+        window = beside.forward if forward else beside.input_gradient + beside.weight_gradient
+        return np.maximum(total - m * window, 0.0)
+    return total
+
+
+def _pipelined(engine: Engine, layouts: Layouts, total: Numbers, products: Numbers) -> Numbers:
+    """Messages cut into tp pieces, each beside the product of the piece before it."""
+    if not engine.pipelined_tensor_messages:
+        return total
+    first = total / layouts.tp
+    return first + np.maximum(total - first - products, 0.0)
+
+
+def _data_exposure(
+    job: Job,
+    layouts: Layouts,
+    rows: list[tuple[Transfer, Numbers]],
+    beside: compute.Seconds,
+    role: str,
+    phase: str,
+) -> tuple[Numbers, Numbers]:
+    """The exposed share of one phase's data-parallel messages, and the hidden seconds.
+
+    Below ZeRO 3 weights are gathered once, beside the first micro-batch's forward pass, and
+    gradients reduced once (ZeRO 2: every time), beside the last one's backward pass. One message
+    has nothing beside it: the first gather, the last reduction.
+    """
+    total = sum((s for _, s in rows), 0.0)
+    calls = sum((t.calls for t, _ in rows), 0)
+    forward = phase == "forward"
+    overlapped = job.engine.overlapped_weights if forward else job.engine.overlapped_gradients
+    if not overlapped or not rows:
+        return np.ones_like(layouts.tp, dtype=float), 0.0 * layouts.tp
+    window = beside.forward if forward else beside.backward
+    every_time = (layouts.zero == 3) | ((layouts.zero == 2) & (not forward))
+    # With chunks, those that are done first reduce beside the micro-batches of the others.
+    chunks = 1 + (layouts.pp - 1) * (layouts.vpp - 1) / layouts.vpp
+    window = window * np.where(every_time, layouts.accumulation, chunks)
+    # Later stages start later and end earlier: the pipeline's bubble hides theirs.
+    stages_before = {"first": 0, "middle": 1, "last": layouts.pp - 1}[role]
+    window = window + stages_before * window / np.maximum(window, 1e-30) * (
+        beside.forward if forward else beside.backward
+    ) / layouts.vpp
+    exposed = np.maximum(total - window, total / np.maximum(calls, 1))
+    exposed = np.minimum(exposed, total)
+    return exposed / np.maximum(total, 1e-30), total - exposed
+
+
+OPTIMIZER_TRAFFIC = 34
+"""Bytes read and written for one element by a fused AdamW: gradient 4, master weight and two
+moments in fp32 read and written (24), bf16 weight 2, and the gradient once more for its norm 4."""
+
+
+def _optimizer_s(job: Job, constants: Constants, work: Work) -> Numbers:
+    elements = after_step(work).optimizer / MOMENTS_BYTES
+    device = job.cluster.device
+    return elements * OPTIMIZER_TRAFFIC / (device.memory_bandwidth * constants.memory)
