@@ -26,25 +26,30 @@ from benchmarks.predictions import Predictor, choose
 from fivefold.cluster.cluster import CONSTANTS
 
 BOUNDS = {
-    "sustained": (0.75, 1.1),
-    "sustained_fp8": (0.6, 1.1),
-    "sustained_fp4": (0.3, 1.1),
+    "sustained": (0.8, 1.05),
+    "ampere.sustained": (0.8, 1.05),
+    "blackwell.sustained": (0.65, 1.05),
+    "sustained_fp8": (0.75, 1.1),
+    "blackwell.sustained_fp8": (0.6, 1.05),
+    "sustained_fp4": (0.4, 1.0),
     "wave_loss": (0.0, 1.0),
-    "depth_loss": (0.0, 600.0),
-    "grouped": (0.5, 1.0),
-    "attention_forward": (0.2, 0.8),
-    "attention_backward": (0.15, 0.7),
-    "attention_length": (0.0, 1000.0),
-    "unfused_attention": (0.1, 0.8),
-    "score_passes": (2.0, 20.0),
-    "memory": (0.5, 0.95),
-    "light_backward": (1.0, 2.5),
-    "unfused_light": (1.0, 6.0),
-    "quantize": (0.0, 4.0),
-    "launch_s": (1e-6, 20e-6),
-    "contention": (0.0, 1.0),
-    "step_s": (0.0, 0.2),
-    "straggler": (0.0, 0.03),
+    "depth_loss": (0.0, 400.0),
+    "misaligned_loss": (0.0, 0.6),
+    "grouped": (0.6, 1.0),
+    "attention_forward": (0.4, 0.68),
+    "attention_backward": (0.3, 0.6),
+    "portable_attention": (0.45, 0.9),
+    "attention_length": (0.0, 600.0),
+    "unfused_attention": (0.15, 0.7),
+    "score_passes": (3.0, 14.0),
+    "memory": (0.7, 0.92),
+    "light_backward": (1.3, 2.2),
+    "unfused_light": (1.5, 5.0),
+    "quantize": (0.5, 3.0),
+    "launch_s": (3e-6, 12e-6),
+    "contention": (0.0, 0.5),
+    "step_s": (0.0, 0.1),
+    "straggler": (0.0, 0.02),
 }
 """The fitted constants, each between what is physically possible."""
 
@@ -67,8 +72,15 @@ def fit(cases: list[Case], start: dict[str, float], verbose: int = 0) -> dict[st
 
     x0 = np.clip((np.array([start[n] for n in names]) - low) / (high - low), 0.01, 0.99)
     found = least_squares(
-        residuals, x0, bounds=(0, 1), loss="soft_l1", f_scale=0.05, diff_step=0.02,
-        x_scale=1.0, max_nfev=12, verbose=verbose,
+        residuals,
+        x0,
+        bounds=(0, 1),
+        loss="soft_l1",
+        f_scale=0.05,
+        diff_step=0.02,
+        x_scale=1.0,
+        max_nfev=12,
+        verbose=verbose,
     )
     return start | dict(zip(names, (low + found.x * (high - low)).tolist(), strict=True))
 
@@ -95,15 +107,26 @@ def score(cases: list[Case], values: dict[str, float]) -> str:
     )
 
 
+def start_values(entries: dict) -> dict[str, float]:
+    """The values of constants.yaml: "name" of the defaults, "architecture.name" of the others."""
+    owners = set(entries["architectures"].values())
+    values = {name: entry["value"] for name, entry in entries["default"].items()}
+    for owner in owners & set(entries):
+        values |= {f"{owner}.{name}": entry["value"] for name, entry in entries[owner].items()}
+    return values
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS)
     parser.add_argument("--halves", action="store_true")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     cases = [case for case in read(arguments.measurements)[0] if case.step_s is not None]
     entries = yaml.safe_load(CONSTANTS.read_text())
-    start = {name: entry["value"] for name, entry in entries["default"].items()}
+    start = start_values(entries)
     if arguments.halves:
         for mine, other in (halves(cases), halves(cases)[::-1]):
             values = fit(mine, start)
@@ -115,7 +138,8 @@ def main() -> None:
     print(score(cases, values))
     if arguments.write:
         for name in BOUNDS:
-            entries["default"][name]["value"] = float(f"{values[name]:.3g}")
+            owner, _, own = name.rpartition(".")
+            entries[owner or "default"][own]["value"] = float(f"{values[name]:.3g}")
         CONSTANTS.write_text(yaml.safe_dump(entries, sort_keys=False, width=100))
 
 

@@ -54,8 +54,21 @@ CLUSTERS = {
 NETWORKS = {"BLOOM": 6.25e9, "INTERN": 6.25e9}
 """Scale-out bytes/s a GPU and direction of sources that say so: 4 x 100 Gbit/s a node."""
 
-FULL_ATTENTION = "DGXC MPT NEMO24 MLPERF KORTH MEGASC FMS NEM15 NANO MLM FOLD SC21 BLOOM".split()
+FULL_ATTENTION = (
+    "DGXC MPT NEMO24 MLPERF KORTH MEGASC FMS NEM15 NANO MLM MLM1 FOLD SC21 BLOOM MTNLG BBG INTERN"
+).split()
 """Sources whose FLOPs count the full square of attention; the others count its causal half."""
+
+
+PRINTED_MEMORY = {
+    "SIMUMAX": "allocated",  # "max_allocated over ranks"
+    "ZB": "allocated",  # torch's counter, in GiB
+    "DGXC": "allocated",  # NeMo's peak_memory_usage: max_memory_allocated, in bytes
+    "NANO": "reserved",  # not stated; see PROGRAMS
+    "TITAN": "reserved",  # torchtitan logs max_reserved
+}
+"""Which memory a source prints: what torch has allocated, what it has reserved, or, for all others,
+what nvidia-smi shows of the device."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,9 @@ class Case:
     choices: tuple[Layout, ...]  # one; or several that the row leaves open, the likeliest first
     step_s: float | None  # measured
     memory_bytes: float | None  # measured
+    printed_memory: str = "device"  # which memory that is: allocated, reserved or device
     notes: str = field(repr=False, default="")
+    blank: frozenset[str] = frozenset()  # columns of the row that say nothing
 
     @property
     def kind(self) -> str:
@@ -81,19 +96,31 @@ class Case:
 def read(path: Path = MEASUREMENTS) -> tuple[list[Case], list[tuple[str, str]]]:
     """The cases of a file, and (id, reason) of each row that cannot be taken."""
     cases, skipped = [], []
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for number, row in enumerate(csv.DictReader(file, restval=""), start=2):
+            name = row.get("id") or f"line {number}"
             try:
-                cases.append(case(row))
+                cases.append(case(_Row(row)))
             except UserError as error:
-                skipped.append((row["id"], str(error)))
+                skipped.append((name, str(error)))
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                skipped.append((name, f"the row cannot be read: {error}"))
     return cases, skipped
+
+
+class _Row(dict[str, str]):
+    """A row of a file that may lack columns: what is not there is blank."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
 
 
 def case(row: dict[str, str]) -> Case:
     """One row. UserError, with the reason, where it says too little."""
     source = row["id"].rsplit("-", 1)[0]
     config = _config(row)
+    if source == "ZB":  # not stated; what its four memory figures a method say
+        config = replace(config, dropout=True)
     cluster = _cluster(row, source)
     sequence_length = _count(row, "seq_len", default=1024 if source == "MLM1" else None)
     engine = _engine(row, source)
@@ -107,6 +134,8 @@ def case(row: dict[str, str]) -> Case:
         engine=engine,
         mtp="MTP on" in row["notes"] or "incl. MTP" in row["notes"] or source == "DSV3",
     )
+    if job.precision != "bf16":  # which stands for the 16 bits of the device
+        cluster.device.peak_flops(job.precision)  # refuses what it has no unit for
     step_s, memory_bytes = _step_s(row, source, job), _memory_bytes(row, source)
     if step_s is None and memory_bytes is None:
         raise UserError("no step time and no memory can be read from the row")
@@ -121,7 +150,9 @@ def case(row: dict[str, str]) -> Case:
         choices=layouts,
         step_s=step_s,
         memory_bytes=memory_bytes,
+        printed_memory=PRINTED_MEMORY.get(source, "device"),
         notes=row["notes"],
+        blank=frozenset(name for name in ("recompute", "micro_batch", "vpp") if not row[name]),
     )
 
 
@@ -213,38 +244,74 @@ def _precision(row: dict[str, str]) -> str:
         return "nvfp4"
     if "MX" in text:
         return "mxfp8"
-    return "fp8" if "FP8" in text or "FLOAT8" in text else "bf16"
+    if "FP8" in text or "FLOAT8" in text:
+        return "fp8"
+    if text and "16" not in text:
+        raise UserError(f"the precision {row['precision']} is not known")
+    return "bf16"
+
+
+FSDP, MEGATRON = ENGINES["fsdp"], ENGINES["megatron"]
+PROGRAMS = {
+    **dict.fromkeys("MB DGXC MLPERF NEMO24 NEMOLS".split(), ENGINES["nemo"]),
+    **dict.fromkeys("MPT TITAN FMS HFULY LLAMA1".split(), FSDP),
+    "BLOOM": ENGINES["deepspeed"],
+    # Before fused losses and Transformer Engine.
+    "ZB": replace(MEGATRON, loss_bytes=6),
+    # Gradients in 16 bits, in DDP's buckets, and accumulated in fp32; eager activation functions.
+    # The bytes a logit are the best of those tried on this source's memory figures.
+    "NANO": replace(
+        MEGATRON,
+        fused_kernels=False,
+        gradient_bytes=2 + 2 + 4,
+        loss_bytes=6,
+        placeholder_gradients=False,
+        keeps_stage_outputs=True,
+    ),
+    # The slope of this source's memory over GPUs is 26 bytes a parameter: the optimizer step
+    # copies gradients flat in 16 bits and in fp32, and runs for-each AdamW.
+    "INTERN": replace(FSDP, gradient_bytes=2, step_bytes=12, keeps_gathered=False),
+}
+"""The program of a source; that of all others is Megatron-Core."""
+BEFORE_FLASH = "SC21 KORTH MLM1 BLOOM MTNLG BBG OPT NEOX GLM".split()
+"""FlashAttention was published in May 2022; the programs of these sources are from before it."""
 
 
 def _engine(row: dict[str, str], source: str) -> Engine:
-    """The program of a source. FlashAttention was published in May 2022; sources before it, and
-    those that were trained by programs from before it, ran attention as separate kernels."""
-    notes = row["notes"]
-    flash = source not in "SC21 KORTH MLM1 BLOOM MTNLG BBG OPT NEOX GLM".split()
+    """The program of a source, with what the row's notes say of it."""
+    notes, engine = row["notes"], PROGRAMS.get(source, MEGATRON)
     if "MaxText" in notes or "PaXML" in notes:
-        engine = ENGINES["fsdp"]
-    elif source in "MB DGXC MLPERF NEMO24 NEMOLS".split():
-        engine = ENGINES["nemo"]
-    elif source in "MPT TITAN FMS INTERN HFULY LLAMA1".split():
-        engine = replace(ENGINES["fsdp"], fused_kernels="torch.compile" in notes)
-    else:
-        engine = ENGINES["megatron"]
+        engine = FSDP
+    if engine.name == "fsdp":
+        compiled = any(word in notes for word in ("torch.compile", "MaxText", "PaXML"))
+        engine = replace(engine, fused_kernels=compiled)
     if "no TP/PP overlap" in notes:
         engine = replace(engine, overlapped_gradients=False, overlapped_weights=False)
+    if "BF16 optimizer" in notes:  # accumulates in fp32
+        engine = replace(engine, gradient_bytes=2 + 4)
+    graphs_on_gb_only = "CUDA graphs in GB" in notes and not row["gpu"].startswith("GB")
+    hidden = ("A2A overlap" in notes and "no A2A overlap" not in notes) or "Scale-MoE:" in notes
+    # Token dispatchers that send a token once to each node (DeepEP, HybridEP).
+    once_a_node = "DeepEP" in notes or "HybridEP" in notes or source == "MB"
+    pipelined = "AsyncTP" in notes or "async TP" in notes
     return replace(
         engine,
-        flash_attention=flash,
-        cuda_graphs="CUDA graphs" in notes and "CUDA graphs in GB" not in notes
-        or ("CUDA graphs in GB" in notes and row["gpu"].startswith("GB")),
-        overlapped_experts=("A2A overlap" in notes and "no A2A overlap" not in notes)
-        or "DualPipe" in row["pipeline_schedule"]
-        or "MegaScale-MoE:" in notes,
-        pipelined_tensor_messages=engine.pipelined_tensor_messages or "AsyncTP" in notes
-        or "async TP" in notes,
+        flash_attention=source not in BEFORE_FLASH,
+        cuda_graphs="CUDA graphs" in notes and not graphs_on_gb_only,
+        overlapped_experts=hidden or "DualPipe" in row["pipeline_schedule"],
+        once_a_node=once_a_node or source == "DSV3",
+        dispatched_bytes=1 if source == "DSV3" else 2,
+        pipelined_tensor_messages=engine.pipelined_tensor_messages or pipelined,
         host_optimizer="optimizer-state offload" in notes,
-        selective="attention" if "attn" in row["recompute"] or "attention" in row["recompute"]
-        else "light",
+        selective=_selective(row["recompute"]),
     )
+
+
+def _selective(text: str) -> str:
+    """What a source's selective recomputation runs again."""
+    if "per-op" in text:
+        return "products"
+    return "light" if any(word in text for word in ("norm", "act,", "mlp", "Norm")) else "attention"
 
 
 # --- The layout.
@@ -260,14 +327,18 @@ def _layouts(
         raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
     ep = _count(row, "ep", default=1) if config.moe else 1
     etp = _count(row, "etp", default=1 if ep > 1 else tp) if config.moe else 1
+    if tp * cp * dp % (ep * (etp if etp in (1, tp) else 1)):
+        raise UserError(f"ep {ep} x etp {etp} does not divide the {tp * cp * dp} GPUs of a stage")
+    if pp > config.num_layers:
+        raise UserError(f"pp {pp} is more than the {config.num_layers} layers")
     zero, replicas = _zero(row, source, dp * cp, gpus)
     global_batch = _count(row, "global_batch", default=dp if source in ("INTERN",) else None)
     a2a = "a2a" in row["cp_kind"] or "all-to-all" in row["cp_kind"]
     schedule = _schedule(row)
     chosen = []
-    for recompute in _recomputes(row):
+    for recompute, layers in _recomputes(row, config.num_layers // pp):
         for vpp in _chunks(row, config, pp):
-            for micro_batch in _micro_batches(row, global_batch, dp):
+            for micro_batch in _micro_batches(row, source, global_batch, dp, pp):
                 chosen.append(
                     Layout(
                         tp=tp,
@@ -284,6 +355,7 @@ def _layouts(
                         micro_batch=micro_batch,
                         accumulation=max(1, round(global_batch / (dp * micro_batch))),
                         recompute=recompute,
+                        recompute_layers=layers if layers < config.num_layers // (pp * vpp) else 0,
                         schedule=schedule,
                     )
                 )
@@ -311,14 +383,14 @@ def _zero(row: dict[str, str], source: str, replicas: int, gpus: int) -> tuple[i
     return (0 if int(row["year"] or 2024) <= 2022 else 1), 1
 
 
-def _recomputes(row: dict[str, str]) -> list[str]:
-    """Not said: the least that fits in memory."""
+def _recomputes(row: dict[str, str], layers: int) -> list[tuple[str, int]]:
+    """Kinds of recomputation with the layers of a stage that are, 0 = all. Not said: the least that
+    fits in memory."""
     text = row["recompute"]
-    if not text:
-        return ["none", "selective", "full"]
-    if text.startswith("selective (per-op"):
-        return ["selective"]
-    return [text.split()[0]]
+    if text:
+        return [("selective" if text.startswith("selective") else text.split()[0], 0)]
+    some = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < layers]
+    return [("none", 0), ("selective", 0), *(("full", n) for n in some), ("full", 0)]
 
 
 def _chunks(row: dict[str, str], config: ModelConfig, pp: int) -> list[int]:
@@ -336,10 +408,14 @@ def _chunks(row: dict[str, str], config: ModelConfig, pp: int) -> list[int]:
     return [v for v in range(2, per_rank + 1) if per_rank % v == 0] or [1]
 
 
-def _micro_batches(row: dict[str, str], global_batch: int, dp: int) -> list[int]:
+def _micro_batches(
+    row: dict[str, str], source: str, global_batch: int, dp: int, pp: int
+) -> list[int]:
     if row["micro_batch"]:
         return [_count(row, "micro_batch")]
     share = max(1, global_batch // dp)
+    if source == "TITAN" and pp > 1:  # as many micro-batches as pipeline ranks, its default
+        return [max(1, share // pp)]
     return [m for m in (1, 2, 4, 8) if share % m == 0]
 
 
@@ -360,8 +436,8 @@ def _schedule(row: dict[str, str]) -> str:
 
 
 def _step_s(row: dict[str, str], source: str, job: Job) -> float | None:
-    value, gpus = float(row["metric_value"]), _count(row, "n_gpus")
-    metric = row["metric_name"]
+    metric, gpus = row["metric_name"], _count(row, "n_gpus")
+    value = _figure(row["metric_value"], metric or "metric_value")
     tokens = job.global_batch * job.sequence_length
     if metric == "step_time":
         return value
@@ -379,25 +455,40 @@ def _step_s(row: dict[str, str], source: str, job: Job) -> float | None:
             flops = flops * 4 / 3
         return tokens * flops / (rate * gpus)
     if row["also_step_time_s"]:
-        return float(row["also_step_time_s"])
+        return _figure(row["also_step_time_s"], "also_step_time_s")
     return None
 
 
 def _memory_bytes(row: dict[str, str], source: str) -> float | None:
     if row["metric_name"] == "peak_memory":
-        return float(row["metric_value"]) * 1e9
+        return _figure(row["metric_value"], "peak_memory") * 1e9
     match = re.match(r"([\d.]+)\s*(GiB)?", row["also_peak_mem_gb"])
     if not match:
         return None
-    unit = 2**30 if match[2] or source == "TITAN" else 1e9
-    return float(match[1]) * unit
+    unit = 2**30 if match[2] or source == "ZB" else 1e9
+    return _figure(match[1], "also_peak_mem_gb") * unit
 
 
 def _count(row: dict[str, str], name: str, default: int | None = None) -> int:
+    """A number of things, 1 or more. Zero counts as not given."""
     text = row[name].strip()
     try:
-        return int(float(text))
+        number = int(float(text or 0))
+    except (ValueError, OverflowError):
+        raise UserError(f"{name} {text!r} is no number") from None
+    if number < 0:
+        raise UserError(f"{name} is {number}, and must be 1 or more")
+    if number == 0 and default is None:
+        raise UserError(f"{name} is not given")
+    return number or default or 0
+
+
+def _figure(text: str, name: str) -> float:
+    """A measured figure, above zero."""
+    try:
+        number = float(text)
     except ValueError:
-        if default is None:
-            raise UserError(f"{name} is not given") from None
-        return default
+        raise UserError(f"{name} {text!r} is no number") from None
+    if not 0 < number < float("inf"):
+        raise UserError(f"{name} is {text}, and must be above 0")
+    return number

@@ -4,33 +4,55 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from benchmarks.measurements import Case
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
+from fivefold.cluster.cluster import CONSTANTS
+from fivefold.plan.job import Job
 from fivefold.plan.constants import Constants
+from fivefold.plan.memory import estimate_memory
 from fivefold.plan.time import step_time, traffic
 
-DEVICE_CONSTANTS = ("processors",)
-"""Constants that are facts of a device and never fitted."""
+
+ENTRIES = yaml.safe_load(CONSTANTS.read_text(encoding="utf-8"))
+"""constants.yaml, whole."""
 
 
-def choose(cases: Sequence[Case], values: dict[str, float]) -> list[Layout]:
+def choose(cases: Sequence[Case], values: dict[str, float] | None) -> list[Layout]:
     """For every case the layout that is meant: of those that fit with the least recomputation,
     the one with the least predicted time, since published runs were tuned."""
     chosen = []
     for case in cases:
-        least = [c for c in case.choices if c.recompute == case.choices[0].recompute]
-        if len(least) == 1:
-            chosen.append(least[0])
-            continue
-        steps = predict_steps([case] * len(least), least, values)
-        chosen.append(least[int(np.argmin(steps))])
+        open_choices = _least_recomputation(case)
+        steps = [0.0]
+        if len(open_choices) > 1:
+            steps = predict_steps([case] * len(open_choices), open_choices, values)
+        chosen.append(open_choices[int(np.argmin(steps))])
     return chosen
+
+
+@lru_cache(maxsize=None)
+def _least_recomputation(case: Case) -> list[Layout]:
+    """Of the layouts that a row leaves open, those that fit with the least recomputation; those
+    of the smallest micro-batch with the most recomputation where none fits."""
+    if len(case.choices) == 1:
+        return list(case.choices)
+    memory = estimate_memory(case.job, Layouts.of(case.choices))
+    fits = memory.peak_bytes <= case.job.cluster.device.memory_bytes
+    if not np.any(fits):
+        smallest = min(choice.micro_batch for choice in case.choices)
+        most = case.choices[-1].recompute
+        return [c for c in case.choices if c.micro_batch == smallest and c.recompute == most]
+    fitting = [choice for choice, fit in zip(case.choices, fits, strict=True) if fit]
+    least = (fitting[0].recompute, fitting[0].recompute_layers)
+    return [c for c in fitting if (c.recompute, c.recompute_layers) == least]
 
 
 class Predictor:
@@ -76,14 +98,25 @@ def id_of(case: Case) -> tuple:
     job = case.job
     cluster = (job.cluster.name, job.cluster.num_devices, job.cluster.system[-1].bandwidth)
     return (
-        repr(job.config), cluster, job.sequence_length, job.precision, job.engine, job.mtp,
+        repr(job.config),
+        cluster,
+        job.sequence_length,
+        job.precision,
+        job.engine,
+        job.mtp,
     )
 
 
-def constants(job, values: dict[str, float] | None) -> Constants:
+def constants(job: Job, values: dict[str, float] | None) -> Constants:
+    """The constants of a job's device, with `values` in their place: "name" stands for the default
+    and "architecture.name" for an architecture's own."""
     own = Constants.of(job.cluster.device)
     if values is None:
         return own
-    facts = {name: getattr(own, name) for name in DEVICE_CONSTANTS}
-    known = {field.name for field in fields(Constants)}
-    return Constants(**({k: v for k, v in values.items() if k in known} | facts))
+    architecture = ENTRIES["architectures"].get(job.cluster.device.key, "")
+    special = ENTRIES.get(architecture, {})
+    changed = {
+        name: values.get(f"{architecture}.{name}" if name in special else name)
+        for name in ENTRIES["default"]
+    }
+    return replace(own, **{name: value for name, value in changed.items() if value is not None})

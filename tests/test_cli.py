@@ -58,7 +58,7 @@ def test_help_and_version_need_no_command(capsys):
     assert capsys.readouterr().out == f"fivefold {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["train", "check", "layout"])
+@pytest.mark.parametrize("command", ["plan", "export", "train", "check", "layout"])
 def test_every_command_has_help_with_examples(capsys, command):
     assert main([command, "--help"]) == 0
     help_text = capsys.readouterr().out
@@ -69,6 +69,7 @@ def test_every_command_has_help_with_examples(capsys, command):
     ("arguments", "heavy"),
     [
         (["--help"], ["torch", "numpy", "pydantic", "rich", "yaml"]),
+        (["plan", "--help"], ["torch", "numpy", "yaml"]),
         (["train", "--help"], ["torch", "numpy", "yaml"]),
     ],
 )
@@ -275,3 +276,135 @@ def test_layout_prints_degrees_and_groups_as_json(capsys):
 def test_an_impossible_layout_is_refused(capsys, text):
     line, _, gpus = text.partition(" --gpus ")
     sentence(capsys, main(["layout", line, *(["--gpus", gpus] if gpus else [])]))
+
+
+# --- plan and export -----------------------------------------------------------------------------
+
+TINY = "hidden=64,layers=4,heads=4,vocab=256,ffn=128"
+NODES = "989TFLOPS,80GB,3.35TB/s:8x450GB/s,50GB/s"
+
+
+def planned(capsys, *arguments: str, code: int = 0) -> dict:
+    assert main(["plan", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_names_the_models_and_clusters_that_are_known(capsys):
+    assert main(["plan", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  llama-3.1-405b" in lines[: lines.index("clusters:")]
+    assert "  dgx-h100" in lines[lines.index("clusters:") :]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "plan needs a model"),
+        (["llama-3.1-8b"], "plan needs --cluster"),
+        (["llama-3.1-8b", "--cluster", NODES], "plan needs --gpus"),
+        (["llama-3.1-8c", "--cluster", NODES, "--gpus", "8"], "llama-3.1-8b"),
+        (["llama-3.1-8b", "--dims", TINY], "give one of them"),
+        (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--fix", "tp3"], "tp"),
+        (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--fix", "tpp"], "tp"),
+        (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--objective", "fun"], "fun"),
+        (["falcon-7b", "--cluster", NODES, "--gpus", "8", "--layout", "tp2"], "is not legal"),
+    ],
+)
+def test_a_wrong_plan_is_one_sentence(capsys, arguments, expected):
+    assert expected in sentence(capsys, main(["plan", *arguments]))
+
+
+def test_planning_imports_neither_torch_nor_what_json_does_not_need():
+    code = (
+        "import sys; from fivefold.cli import main;"
+        f"main(['plan', '--dims', '{TINY}', '--cluster', '{NODES}', '--gpus', '8', '--json']);"
+        "sys.exit(', '.join({'torch', 'rich'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plan_prints_tables_that_fit_in_100_columns(capsys):
+    arguments = ["--dims", TINY, "--cluster", NODES, "--gpus", "16", "--top", "3"]
+    assert main(["plan", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    for title in ("where the step goes", "why", "one change away", "what would change it"):
+        assert title in lines
+
+
+@pytest.fixture
+def plan_path(capsys, tmp_path) -> str:
+    """A saved plan of a tiny model on 4 devices: pp2, and a batch of 8 sequences of 64 tokens."""
+    path = tmp_path / "plan.yaml"
+    arguments = ["--cluster", NODES, "--gpus", "4", "--seq", "64", "--global-batch", "8"]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = str(tmp_path / "config.json")
+    arguments += ["--fix", "pp2 tp1 vpp1", "--save", str(path)]
+    assert main(["plan", config, *arguments]) == 0
+    capsys.readouterr()
+    return str(path)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def test_train_takes_the_layout_of_a_saved_plan(plan_path, tmp_path, engine):
+    runs: list[Run] = []
+    engine("loop", runs.append)
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(RUN.replace("global_batch: 4", "global_batch: 8"))
+    assert main(["train", str(run_file), "--layout", plan_path]) == 0
+    assert "pp2" in runs[0].layout and "dp2" in runs[0].layout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("global_batch: 4", "global_batch: 16", "is a plan for global_batch 8, but the run has 16"),
+        ("sequence_length: 64", "sequence_length: 32", "is a plan for sequence_length 64"),
+        ("model: config.json", "model: other.json", "is a plan for model llama of 4 layers"),
+    ],
+)
+def test_train_refuses_a_plan_for_something_else(
+    capsys, plan_path, tmp_path, engine, old, new, expected
+):
+    (tmp_path / "other.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2}))
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(RUN.replace(old, new).replace("global_batch: 4", "global_batch: 8"))
+    assert expected in sentence(capsys, main(["train", str(run_file), "--layout", plan_path]))
+
+
+def test_train_refuses_a_schedule_that_is_only_planned(capsys, tmp_path, run_file):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        f"layout: pp2 ga4 schedule=zb-h1\nmodel: '{TINY}'\ncluster: dgx-h100\ngpus: 2\n"
+        "sequence_length: 64\nglobal_batch: 4\n"
+    )
+    line = sentence(capsys, main(["train", run_file, "--layout", str(path)]))
+    assert "schedule=zb-h1 can be planned, not run yet" in line
+
+
+def test_export_prints_or_writes_what_an_engine_takes(capsys, plan_path, tmp_path):
+    assert main(["export", plan_path, "--to", "megatron"]) == 0
+    printed = capsys.readouterr().out
+    assert "--pipeline-model-parallel-size 2" in printed
+    out = tmp_path / "job"
+    assert main(["export", plan_path, "--to", "megatron", "--out", str(out)]) == 0
+    (path,) = capsys.readouterr().out.split()
+    assert (out / "megatron.sh").read_text() == printed
+    assert [each.name for each in out.iterdir()] == ["megatron.sh"] and path.endswith("megatron.sh")
+
+
+def test_export_knows_its_engines(capsys, plan_path):
+    assert "'jax'" in sentence(capsys, main(["export", plan_path, "--to", "jax"]))
+    assert "cannot be read" in sentence(capsys, main(["export", "no.yaml", "--to", "megatron"]))

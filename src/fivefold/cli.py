@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="""Run and prove a five-way split of large-model training.
+    help="""Choose, run and prove a five-way split of large-model training.
 
     The splits are data (DP, ZeRO), pipeline (PP), tensor (TP), sequence (SP: megatron, ulysses,
     ring) and expert parallelism (EP). A layout is one line of text, such as
@@ -27,6 +27,7 @@ app = typer.Typer(
 
     \b
     Examples:
+      fivefold plan llama-3.1-70b --cluster dgx-h100 --gpus 256
       fivefold layout "tp4 sp pp2 dp8 ep4"
       fivefold train examples/first-run.yaml
       fivefold check examples/first-run.yaml --steps 2
@@ -36,7 +37,11 @@ app = typer.Typer(
 RunFile = Annotated[str, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 LayoutOption = Annotated[
     str | None,
-    typer.Option("--layout", metavar="TEXT", help='Replaces the layout, such as "tp2 dp2".'),
+    typer.Option(
+        "--layout",
+        metavar="TEXT",
+        help='Replaces the layout: "tp2 dp2", or a plan file that `fivefold plan --save` wrote.',
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -66,6 +71,243 @@ def options(
     ] = False,
 ) -> None:
     """The options of fivefold itself, which come before the command."""
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A name, such as llama-3.1-70b, or a config.json or its folder."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help='A name, such as dgx-h100, a file, or numbers: "h100:8x450GB/s,50GB/s".',
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", help="Devices.")] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--seq", metavar="N", min=1, help="Tokens of a sequence; 4096."),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", metavar="N", help="Sequences of a step; about 4M tokens of them."
+        ),
+    ] = None,
+    global_batch_tokens: Annotated[
+        str | None,
+        typer.Option("--global-batch-tokens", metavar="N", help="The same in tokens, such as 16M."),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", metavar="NAME", help="Of the products: bf16, fp8, ..; bf16."),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="TEXT", help="Look at this layout only."),
+    ] = None,
+    fix: Annotated[
+        str, typer.Option("--fix", metavar="TEXT", help='What must be so: "tp8 zero1".')
+    ] = "",
+    forbid: Annotated[
+        str, typer.Option("--forbid", metavar="TEXT", help='What must not be: "pp zero3".')
+    ] = "",
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Layouts shown.")] = 5,
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="NAME", help="time, memory or cost.")
+    ] = "time",
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", metavar="N", help="Of the whole training, such as 15T."),
+    ] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option("--max-memory", metavar="SIZE", help="Of a device, such as 70GB."),
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option("--headroom", metavar="SHARE", help="Of the memory, left free; such as 5%."),
+    ] = None,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--measured",
+            metavar="LAYOUT=TIME",
+            help='A step of yours, "tp8 pp4=9.31s", that sharpens the rest; may be repeated.',
+        ),
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option("--engine", metavar="NAME", help="Runs it: megatron, nemo, fsdp or fivefold."),
+    ] = "megatron",
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Train the multi-token-prediction modules too.")
+    ] = False,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            "--imbalance", metavar="X", help="Tokens of the busiest expert rank over the mean."
+        ),
+    ] = 1.0,
+    from_megatron: Annotated[
+        str | None,
+        typer.Option(
+            "--from-megatron", metavar="ARGS", help="Read model and layout from Megatron arguments."
+        ),
+    ] = None,
+    dims: Annotated[
+        str | None,
+        typer.Option(
+            "--dims",
+            metavar="TEXT",
+            help='A model without a file: "hidden=4096,layers=32,heads=32,vocab=128256,ffn=14336".',
+        ),
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option("--save", metavar="FILE", help="Write the first layout as a plan file."),
+    ] = None,
+    list_names: Annotated[
+        bool, typer.Option("--list", help="Name the models and clusters that are known.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose the layout: search all of them, and say what the best cost and why.
+
+    When nothing fits, it says what would. The exit code is 0 for a layout that fits, else 1.
+
+    \b
+    Examples:
+      fivefold plan --list
+      fivefold plan llama-3.1-405b --cluster dgx-h100 --gpus 1024 --seq 8192
+      fivefold plan deepseek-v3 --cluster hgx-h800 --gpus 2048 --fix "pp16 ep64" --mtp
+      fivefold plan my/config.json --cluster "h100:8x450GB/s,50GB/s" --gpus 64
+      fivefold plan llama-2-70b --cluster dgx-a100 --layout "tp8 sp pp4 dp4 zero1"
+      fivefold plan mixtral-8x7b --cluster dgx-h100 --gpus 64 --save plan.yaml
+    """
+    if list_names:
+        _print_names()
+        return
+    from fivefold.plan.question import Options, ask
+
+    if dims is not None and model is not None:
+        raise UserError("--dims describes a model and MODEL names one: give one of them")
+    question = ask(
+        Options(
+            model=model or dims,
+            cluster=cluster,
+            gpus=gpus,
+            sequence_length=sequence_length,
+            global_batch=global_batch,
+            global_batch_tokens=global_batch_tokens,
+            precision=precision,
+            engine=engine,
+            mtp=mtp,
+            imbalance=imbalance,
+            layout=layout,
+            from_megatron=from_megatron,
+            fix=fix,
+            forbid=forbid,
+            top=top,
+            objective=objective,
+            tokens=tokens,
+            max_memory=max_memory,
+            headroom=headroom,
+            measured=tuple(measured or ()),
+        )
+    )
+    from fivefold.plan.answer import answer, plan_file
+
+    result = answer(question)
+    if as_json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        from fivefold.report.plan_tables import WIDTH, plan_report
+
+        # A pipe has no width of its own.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        console.print(*plan_report(result), sep="\n")
+    if save is not None:
+        from fivefold.plan import planfile
+
+        planfile.save(plan_file(question, result), save)
+    fits = result["layouts"] and result["layouts"][0]["verdict"] != "no"
+    raise typer.Exit(0 if fits else 1)
+
+
+def _print_names() -> None:
+    from fivefold.cluster.cluster import catalogue_names
+    from fivefold.model.presets import preset_names
+
+    for what, names in (("models", preset_names()), ("clusters", catalogue_names())):
+        print(f"{what}:", *names, sep="\n  ")
+
+
+@app.command()
+def export(
+    plan_file: Annotated[str, typer.Argument(metavar="PLAN.yaml", help="The plan file.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="ENGINE",
+            help="megatron, torchtitan, deepspeed, nemo, torchrun or slurm.",
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="DIR", help="Write files there; else they are printed."),
+    ] = None,
+) -> None:
+    """Say a plan in the words of another training program.
+
+    What that program has no counterpart of is said on stderr.
+
+    \b
+    Examples:
+      fivefold export plan.yaml --to megatron
+      fivefold export plan.yaml --to slurm --out job
+    """
+    from fivefold.plan import planfile
+    from fivefold.plan.export import export as export_plan
+
+    plan = planfile.load(plan_file)
+    exported = export_plan(plan, to)
+    if out is None:
+        for name, text in exported.files.items():
+            if len(exported.files) > 1:
+                print(f"# {name}")
+            print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        for path in _write(out, exported.files):
+            print(path)
+    for note in exported.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _write(folder: str, files: dict[str, str]) -> list[str]:
+    """The paths of the files, written aside first and then renamed."""
+    paths = []
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name, text in files.items():
+            path = os.path.join(folder, name)
+            aside = f"{path}.{os.getpid()}"
+            with open(aside, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(aside, path)
+            paths.append(path)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
+    return paths
 
 
 @app.command()

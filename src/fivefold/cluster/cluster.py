@@ -254,11 +254,9 @@ def _flops(data: Any, where: str) -> dict[str, float]:
 
 
 def _constants(key: str) -> dict[str, float]:
-    """The planner's constants for a device: those of `default`, then its own over them."""
-    if not CONSTANTS.is_file():
-        return {}
+    """The planner's constants for a device: those of `default`, and over them its architecture's."""
     data = _read(CONSTANTS)
-    entries = {**data.get("default", {}), **data.get(key, {})}
+    entries = {**data["default"], **data.get(data["architectures"].get(key), {})}
     return {name: entry["value"] for name, entry in entries.items()}
 
 

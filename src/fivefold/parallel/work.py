@@ -249,7 +249,7 @@ def stage_work(
     # Few pipelines differ, however many layouts there are: what the chunks hold is counted once
     # for each of them.
     pipelines, number = _pipelines(layouts)
-    rank = {"first": 0, "middle": np.minimum(1, pipelines.pp - 1), "last": pipelines.pp - 1}[role]
+    rank = role_rank(config, pipelines, role)
     sums: dict[Any, Any] = {}
     for chunk in range(int(chunks_a_rank(pipelines).max(initial=1))):
         exists = chunk < chunks_a_rank(pipelines)
@@ -274,6 +274,22 @@ def stage_work(
         mtp=mtp,
         flat=flat,
     )
+
+
+def role_rank(config: ModelConfig, layout: Degrees, role: str) -> Any:
+    """The pipeline rank that stands for a role: a number or an array [n].
+
+    The middle rank is the second, or where the model begins with dense layers before its mixtures
+    the first of those in the middle that hold mixtures: no other has more layers or activations.
+    """
+    if role != "middle":
+        return 0 if role == "first" else layout.pp - 1
+    leading = next((i for i in range(config.num_layers) if config.is_moe(i)), 0)
+    rank = np.minimum(1, layout.pp - 1)
+    for _ in range(leading):  # a stage has a layer or more
+        begin, _ = split_layers_many(config.num_layers, layout.stages, rank)
+        rank = rank + ((begin < leading) & (rank < layout.pp - 2))
+    return rank
 
 
 def _pipelines(layouts: Layouts) -> tuple[Layouts, NDArray[np.int64]]:

@@ -19,6 +19,8 @@ from fivefold.plan.operations import Attention, Numbers, Operations, Product
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """The usual tile of a large product."""
+ALIGNED = 64
+"""Elements of a row that the fastest kernels load at once: 128 bytes of 16 bits (the same guide)."""
 LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 
 
@@ -31,6 +33,7 @@ class Seconds:
     weight_gradient: Numbers
     attention_forward: Numbers  # part of `forward`: what ring messages can hide behind
     attention_backward: Numbers
+    products: Numbers  # part of `forward`
     split_products: Numbers  # part of `forward`: the products beside which TP sends
     light: Numbers  # part of `forward`: what selective recomputation may run again
 
@@ -58,6 +61,7 @@ def seconds(job: Job, constants: Constants, operations: Operations) -> Seconds:
         weight_gradient=forward_products + accumulate,
         attention_forward=attention_forward,
         attention_backward=attention_backward,
+        products=forward_products,
         split_products=split,
         light=light,
     )
@@ -74,6 +78,9 @@ def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
     tiles = product.groups * rows * product.n / (TILE_ROWS * TILE_COLUMNS)
     waves = tiles / constants.processors
     losses = (1 + constants.wave_loss / waves) * (1 + constants.depth_loss / product.k)
+    if product.name != "head":  # vocabularies are padded
+        aligned = (product.n % ALIGNED == 0) & (product.k % ALIGNED == 0)
+        losses = losses * np.where(aligned, 1.0, 1 + constants.misaligned_loss)
     arithmetic = 2.0 * product.groups * rows * product.n * product.k * losses / (peak * grouped)
     element = LOW_PRECISION_BYTES[precision] if low else 2.0
     read = element * product.k * (product.m + product.n)
@@ -99,6 +106,8 @@ def _attention_s(job: Job, constants: Constants, attention: Attention | None):
     if job.engine.flash_attention:
         # Short sequences do not fill the pipelines of the kernel.
         losses = 1 + constants.attention_length / attention.keys
+        if not job.engine.tuned_attention:
+            losses = losses / constants.portable_attention
         forward = attention.flops * losses / (peak * constants.attention_forward)
         backward = 2.5 * attention.flops * losses / (peak * constants.attention_backward)
         return forward, backward

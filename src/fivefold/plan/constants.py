@@ -26,9 +26,11 @@ class Constants:
     sustained_fp4: float  # the same for fp4 products
     wave_loss: float  # waves lost to a last one that is partly filled
     depth_loss: float  # inner dimension of a product at which half of its time is lost
+    misaligned_loss: float  # time lost by a product whose rows are no multiple of 128 bytes
     grouped: float  # speed of grouped products, over one product of their shapes
     attention_forward: float  # of bf16 peak, causal FlashAttention on long sequences
     attention_backward: float
+    portable_attention: float  # speed of FlashAttention-2 over the device's fastest kernel
     attention_length: float  # visible keys at which half of the time of attention is lost
     unfused_attention: float  # of bf16 peak, batched products over the scores
     score_passes: float  # passes over the scores by unfused attention, forward or backward
@@ -44,7 +46,9 @@ class Constants:
     @staticmethod
     def of(device: Device) -> Constants:
         """The constants of a device."""
-        return Constants(**{field.name: device.constants[field.name] for field in fields(Constants)})
+        return Constants(
+            **{field.name: device.constants[field.name] for field in fields(Constants)}
+        )
 
     def product_flops(self, device: Device, precision: str) -> float:
         """FLOP/s that large products sustain."""

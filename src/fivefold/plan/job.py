@@ -19,6 +19,7 @@ class Engine:
 
     name: str = "megatron"
     flash_attention: bool = True  # one kernel that never writes the score matrix to memory
+    tuned_attention: bool = True  # the device's fastest attention kernel; False: FlashAttention-2
     fused_kernels: bool = True  # norms, residuals and activations in few passes over memory
     pipelined_tensor_messages: bool = False  # TP messages cut in pieces beside their product
     hidden_tensor_backward: bool = True  # TP messages of the backward pass beside a product
@@ -26,12 +27,14 @@ class Engine:
     overlapped_weights: bool = True  # data-parallel weight gathers beside the forward pass
     overlapped_sends: bool = True  # pipeline sends beside other micro-batches (interleaved)
     overlapped_ring: bool = True  # keys and values travel beside attention
+    once_a_node: bool = False  # a token that several experts of a node want goes there once
     overlapped_experts: bool = False  # dispatch and combine beside another micro-batch
     cuda_graphs: bool = False  # no time lost between kernels
     flat_shards: bool = True  # ZeRO shards flat buffers; False: rows of each weight, padded
     gradient_bytes: int = 4  # of one accumulated gradient element
     reduced_bytes: int = 4  # of one gradient element on the wire
     gathered_bytes: int = 2  # of one weight element on the wire
+    dispatched_bytes: int = 2  # of one element on its way to the experts
     optimizer_bytes: int = 12  # fp32 master weight and two moments of an element
     host_optimizer: bool = False  # optimizer state lives in host memory
     # What recompute=selective recomputes: "attention", "light" operations (norms, activation
@@ -52,9 +55,12 @@ class Engine:
 
 ENGINES = {
     "megatron": Engine(),
-    "nemo": Engine("nemo", pipelined_tensor_messages=True, gradient_bytes=2, loss_bytes=10),
+    "nemo": Engine(
+        "nemo", pipelined_tensor_messages=True, gradient_bytes=2, reduced_bytes=2, loss_bytes=10
+    ),
     "fsdp": Engine(
         "fsdp",
+        tuned_attention=False,
         selective="products",
         loss_bytes=12,  # log-softmax, and the gradients before and after it, in fp32
         split_loss_bytes=4,  # which is several operations then
@@ -66,6 +72,7 @@ ENGINES = {
     ),
     "deepspeed": Engine(
         "deepspeed",
+        tuned_attention=False,
         gradient_bytes=2,
         loss_bytes=6,  # 16-bit logits, and their softmax in fp32
         step_bytes=4,  # an fp32 gradient
@@ -75,6 +82,7 @@ ENGINES = {
     ),
     "fivefold": Engine(
         "fivefold",
+        tuned_attention=False,
         fused_kernels=False,
         loss_bytes=12,
         placeholder_gradients=False,

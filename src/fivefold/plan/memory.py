@@ -36,6 +36,7 @@ from fivefold.parallel.work import (
     Work,
     choose,
     rank_work,
+    role_rank,
     shard_degree,
     stage_work,
 )
@@ -109,11 +110,11 @@ def verdict(peak_bytes: Numbers, device_bytes: float) -> Any:
 def estimate_memory(job: Job, layouts: Layouts) -> Memory:
     """The peak of every layout, on its worst pipeline rank.
 
-    The first, a middle (the second) and the last rank are looked at: those between hold no more
-    layers than the second, and no more micro-batches. Of experts, the busiest rank
+    The first, a middle and the last rank are looked at (see `role_rank`): the others hold no more
+    layers, and no more micro-batches. Of experts, the busiest rank
     (`job.imbalance` times the mean number of tokens, at most all of them).
     """
-    numbers = {"first": 0, "middle": np.minimum(1, layouts.pp - 1), "last": layouts.pp - 1}
+    numbers = {role: role_rank(job.config, layouts, role) for role in ROLES}
     works = {
         role: stage_work(job.config, layouts, job.sequence_length, "bf16", role, mtp=job.mtp)
         for role in ROLES

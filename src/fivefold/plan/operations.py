@@ -135,9 +135,7 @@ def _attention_products(config: ModelConfig, layouts: Layouts, t: Numbers):
             yield Product("q_up", t, q_width, mla.q_lora_rank)
         else:
             yield Product("q", t, q_width, hidden)
-        yield Product(
-            "kv_down", part, mla.kv_lora_rank + mla.qk_rope_head_dim, hidden, split=False
-        )
+        yield Product("kv_down", part, mla.kv_lora_rank + mla.qk_rope_head_dim, hidden, split=False)
         width = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
         yield Product("kv_up", t, width, mla.kv_lora_rank)
     yield Product("out", t, hidden, out_width / tp)

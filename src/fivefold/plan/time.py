@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.cluster.collectives import seconds as collective_s
 from fivefold.layout.many import Layouts
@@ -19,7 +20,7 @@ from fivefold.ledger import Transfer
 from fivefold.model.config import LayerKind
 from fivefold.parallel.cost import SPLIT_COSTS
 from fivefold.parallel.data.memory import MOMENTS_BYTES, after_step
-from fivefold.parallel.work import ELEMENT_BYTES, FP32, Work, stage_work
+from fivefold.parallel.work import ELEMENT_BYTES, FP32, ROLES, Work, role_rank, stage_work
 from fivefold.plan import compute
 from fivefold.plan.constants import Constants
 from fivefold.plan.job import Engine, Job
@@ -31,9 +32,6 @@ from fivefold.plan.operations import (
 )
 from fivefold.plan.pipeline import pipeline_step_s
 from fivefold.plan.placement import members
-
-ROLES = ("first", "middle", "last")
-"""The pipeline ranks that differ: see the top of this module."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
         )
         messages = []
         for transfer in (t for split in SPLIT_COSTS for t in split.transfers(work)):
-            payload = transfer.payload_bytes * _wire_share(job, transfer)
+            payload = transfer.payload_bytes * _wire_share(job, transfer, places["ep"])
             one = collective_s(job.cluster, transfer.op, places[transfer.axis], payload)
             messages.append(Message(transfer, one, transfer.calls * one))
         result[role] = Traffic(work, messages)
@@ -138,14 +136,14 @@ def step_time(
     """The step time of layouts whose traffic is known."""
     per_kind = _layer_seconds(job, layouts, constants)
     ranks = {
-        role: _rank(job, layouts, constants, per_kind, role, mine)
-        for role, mine in traffic.items()
+        role: _rank(job, layouts, constants, per_kind, role, mine) for role, mine in traffic.items()
     }
     roles = [ranks[role] for role in ROLES]
     # The first chunk of the first rank has the embedding, the last of the last rank the head.
     chunks = {
         name: np.array(
-            [getattr(r.layers, name) / r.chunks + getattr(r.outside, name) for r in roles], dtype=float
+            [getattr(r.layers, name) / r.chunks + getattr(r.outside, name) for r in roles],
+            dtype=float,
         )
         for name in ("forward", "backward", "weight_gradient")
     }
@@ -261,11 +259,15 @@ def _compute(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Second
     def total(name: str) -> Numbers:
         return sum((getattr(s, name) * count for s, count, _ in parts), 0.0)
 
-    attention_again = layouts.recompute == "selective"
+    selective = layouts.recompute == "selective"
     again: Numbers = 0.0
     for s, count, recomputed in parts:
-        selected = s.attention_forward if job.engine.selective == "attention" else s.light
-        again = again + recomputed * s.forward + attention_again * count * selected
+        selected = {
+            "attention": s.attention_forward,
+            "light": s.light,
+            "products": s.forward - s.attention_forward - s.products / 2,
+        }[job.engine.selective]
+        again = again + recomputed * s.forward + selective * count * selected
     return compute.Seconds(
         forward=total("forward"),
         input_gradient=total("input_gradient") + again,
@@ -273,18 +275,36 @@ def _compute(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Second
         attention_forward=total("attention_forward"),
         attention_backward=total("attention_backward"),
         split_products=total("split_products"),
+        products=total("products"),
         light=total("light"),
     )
 
 
-def _wire_share(job: Job, transfer: Transfer) -> float:
-    """The ledger's payloads are those of this program; engines differ in the bytes an element
-    that they gather weights and reduce gradients in."""
-    if transfer.split != "dp":
-        return 1.0
-    if transfer.op == "all_gather":
-        return job.engine.gathered_bytes / ELEMENT_BYTES["bf16"]
-    return job.engine.reduced_bytes / FP32
+def _wire_share(job: Job, transfer: Transfer, ep_members: NDArray[np.int64]) -> Numbers:
+    """The ledger's payloads are those of this program; other engines differ in the bytes of an
+    element on the wire, and in what they send only once to each node."""
+    engine = job.engine
+    if transfer.split == "dp":
+        if transfer.op == "all_gather":
+            return engine.gathered_bytes / ELEMENT_BYTES["bf16"]
+        return engine.reduced_bytes / FP32
+    if transfer.axis == "ep" and transfer.op == "all_to_all":
+        # One of two is on its way to the experts, the other on its way back.
+        share = (engine.dispatched_bytes + 2) / 4
+        return share * _copies_once_a_node(job, ep_members) if engine.once_a_node else share
+    return 1.0
+
+
+def _copies_once_a_node(job: Job, members: NDArray[np.int64]) -> Numbers:
+    """Messages between nodes if a token goes to each node once, over one for each expert.
+
+    Of k experts drawn evenly from N nodes, (N - 1) (1 - (1 - 1/N)^k) other nodes have one or more,
+    and k (N - 1) / N experts are there (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+    """
+    assert job.config.moe is not None
+    k = job.config.moe.experts_per_token
+    nodes = members[-1] / members[0]
+    return np.where(nodes > 1, nodes * (1 - (1 - 1 / nodes) ** k) / k, 1.0)
 
 
 def _exposed(
@@ -355,10 +375,8 @@ def _data_exposure(
     chunks = 1 + (layouts.pp - 1) * (layouts.vpp - 1) / layouts.vpp
     window = window * np.where(every_time, layouts.accumulation, chunks)
     # Later stages start later and end earlier: the pipeline's bubble hides theirs.
-    stages_before = {"first": 0, "middle": 1, "last": layouts.pp - 1}[role]
-    window = window + stages_before * window / np.maximum(window, 1e-30) * (
-        beside.forward if forward else beside.backward
-    ) / layouts.vpp
+    pass_s = beside.forward if forward else beside.backward
+    window = window + role_rank(job.config, layouts, role) * pass_s / layouts.vpp
     exposed = np.maximum(total - window, total / np.maximum(calls, 1))
     exposed = np.minimum(exposed, total)
     return exposed / np.maximum(total, 1e-30), total - exposed

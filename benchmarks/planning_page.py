@@ -1,0 +1,56 @@
+"""Writes what the commands of docs/planning.md print into that page.
+
+    python -m benchmarks.planning_page
+
+A block is made of a line `<!-- run: COMMAND -->` and the code block after it. A second line
+`<!-- parts: 1, 2 -->` keeps those parts of the output, which empty lines divide, counted from 1.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
+BLOCK = re.compile(
+    r"<!-- run: (?P<command>.+?) -->\n(?:<!-- parts: (?P<parts>[0-9, ]+) -->\n)?\n"
+    r"```\n.*?```\n",
+    re.DOTALL,
+)
+
+
+def output(command: str) -> str:
+    """What a fivefold command prints, without trailing blanks."""
+    program, *arguments = shlex.split(command)
+    if program != "fivefold":
+        raise ValueError(f"{command} is no fivefold command")
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", *arguments], capture_output=True, text=True
+    )
+    if done.stderr:
+        raise ValueError(f"{command}: {done.stderr}")
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+
+
+def block(match: re.Match[str]) -> str:
+    """The block with what its command prints today."""
+    text = output(match["command"])
+    head = f"<!-- run: {match['command']} -->\n"
+    if match["parts"]:
+        parts = text.split("\n\n")
+        kept = [int(number) for number in match["parts"].split(",")]
+        text = "\n\n".join(parts[number - 1] for number in kept)
+        head += f"<!-- parts: {match['parts']} -->\n"
+    return f"{head}\n```\n{text}\n```\n"
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    PAGE.write_text(BLOCK.sub(block, page))
+
+
+if __name__ == "__main__":
+    main()

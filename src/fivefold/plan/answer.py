@@ -1,0 +1,345 @@
+"""The planner's answer as plain data: what `--json` prints and the tables show.
+
+Keys are stable, units are in the names, and equal questions have equal answers (but for the
+seconds that the search took). Counts of bytes are of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from fivefold.cluster.cluster import Cluster
+from fivefold.errors import UserError
+from fivefold.layout.legality import violations
+from fivefold.layout.notation import Layout, parse
+from fivefold.model.counts import count_parameters, flops_per_token
+from fivefold.plan import explain
+from fivefold.plan.estimate import Estimate, estimate
+from fivefold.plan.explain import gb
+from fivefold.plan.job import Job
+from fivefold.plan.question import Question
+from fivefold.plan.search import Wishes, limit_bytes, search
+from fivefold.plan.shortage import shortage
+
+if TYPE_CHECKING:
+    from fivefold.plan.planfile import PlanFile
+
+Answer = dict[str, Any]
+
+NEARLY = 0.005
+"""Shares of a step below this are not named as a difference."""
+
+
+def answer(question: Question) -> Answer:
+    """Search, or look at the one layout that is asked about, and explain."""
+    job, wishes = question.job, wishes_of(question)
+    if question.layout is not None:
+        _refuse_illegal(job, question.layout)
+    found = search(job, wishes)
+    measured, factor = _measured(question)
+    best = [_scaled(each, factor) for each in found.best]
+    chosen = best
+    if question.layout is not None:
+        chosen = [_scaled(estimate(job, question.layout), factor)]
+    limit = _limit(question, best)
+    result: Answer = {
+        "model": _model(question),
+        "cluster": _cluster(job.cluster),
+        "job": {**_job(question), "memory_limit_bytes": limit, "measured": measured},
+        "search": {
+            "layouts": found.counted,
+            "legal": found.legal,
+            "fit": found.fit,
+            "skipped": found.skipped,
+            "seconds": found.seconds,
+        },
+        "layouts": [_layout(question, each) for each in chosen],
+        "best_found": None,
+        "order": None,
+        "neighbours": [],
+        "changes": [],
+        "nothing_fits": None,
+        "notes": [*question.notes, *found.notes],
+    }
+    if not best:
+        result["nothing_fits"] = asdict(shortage(job, wishes, found.closest))
+    if chosen:
+        _explain(result, question, chosen, limit, factor)
+    if question.layout is not None:
+        _compare(result, question, chosen[0], best, limit)
+    return result
+
+
+def wishes_of(question: Question) -> Wishes:
+    options = question.options
+    return Wishes(
+        fix=options.fix,
+        forbid=options.forbid,
+        top=options.top,
+        objective=options.objective,
+        max_memory_bytes=question.max_memory_bytes,
+        headroom=question.headroom,
+        tokens=question.tokens,
+    )
+
+
+def _limit(question: Question, best: list[Estimate]) -> float:
+    """Bytes that a layout may take of a device: all, where the best could not do with less."""
+    limit = limit_bytes(question.job, wishes_of(question))
+    if best and best[0].peak_memory_bytes > limit:
+        return float(question.job.cluster.device.memory_bytes)
+    return limit
+
+
+def _job_of(question: Question, layout: Layout) -> Job:
+    """The job on the devices that a layout uses, which may be fewer than there are."""
+    if layout.world_size == question.job.cluster.num_devices:
+        return question.job
+    cluster = question.job.cluster.with_devices(layout.world_size)
+    return replace(question.job, cluster=cluster)
+
+
+def plan_file(question: Question, result: Answer) -> PlanFile:
+    """The first layout of an answer as a plan file. UserError where there is none."""
+    if question.model is None:
+        raise UserError(
+            "a model that only Megatron's arguments describe cannot be saved: name the model too"
+        )
+    if not result["layouts"]:
+        raise UserError("nothing fits, so that there is no plan to save")
+    from fivefold.plan.planfile import PlanFile, Predicted  # pydantic, which only this needs
+
+    first, job = result["layouts"][0], question.job
+    names = ("step_time_s", "tokens_per_s_per_device", "mfu", "peak_memory_bytes")
+    return PlanFile(
+        layout=first["layout"],
+        model=question.model,
+        cluster=question.cluster,
+        gpus=parse(first["layout"]).world_size,
+        gpus_per_node=job.cluster.tiers[0].size or 8,
+        sequence_length=job.sequence_length,
+        global_batch=job.global_batch,
+        precision=job.precision,  # pyright: ignore[reportArgumentType]  # pydantic checks it
+        mtp=job.mtp,
+        predicted=Predicted(**{name: float(first[name]) for name in names}),
+    )
+
+
+# What was asked
+
+
+def _model(question: Question) -> Answer:
+    job, config = question.job, question.job.config
+    counts = count_parameters(config, mtp=job.mtp)
+
+    def flops(causal: bool) -> int:
+        return flops_per_token(config, job.sequence_length, causal, mtp=job.mtp)
+
+    return {
+        "name": question.name,
+        "family": config.family,
+        "total_params": counts.total,
+        "active_params": counts.active,
+        "flops_per_token": flops(causal=True),
+        "flops_per_token_full_attention": flops(causal=False),
+        "layers": config.num_layers,
+        "mtp_params": counts.mtp,
+    }
+
+
+def _cluster(cluster: Cluster) -> Answer:
+    device = cluster.device
+    return {
+        "name": cluster.name,
+        "devices": cluster.num_devices,
+        "device": device.name,
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth,
+        "peak_flops_per_s": dict(device.peak),
+        "tiers": [
+            {
+                "name": tier.name,
+                "devices": tier.size,
+                "shape": tier.shape,
+                "bandwidth_bytes_per_s": tier.bandwidth,
+                "oversubscription": tier.oversubscription,
+            }
+            for tier in cluster.tiers
+        ],
+    }
+
+
+def _job(question: Question) -> Answer:
+    job = question.job
+    return {
+        "sequence_length": job.sequence_length,
+        "global_batch": job.global_batch,
+        "global_batch_tokens": job.global_batch * job.sequence_length,
+        "precision": job.precision,
+        "engine": job.engine.name,
+        "mtp": job.mtp,
+        "imbalance": job.imbalance,
+        "objective": question.options.objective,
+        "fix": question.options.fix,
+        "forbid": question.options.forbid,
+        "tokens": question.tokens,
+    }
+
+
+# What was measured
+
+
+def _measured(question: Question) -> tuple[list[Answer], float]:
+    """The steps that were measured beside their prediction, and what all times are scaled by: the
+    geometric mean of measured over predicted. A factor that all layouts share, such as clocks or a
+    network below its data sheet, is then out of the way; their order stays."""
+    rows: list[Answer] = []
+    for layout, measured_s in question.measured:
+        _refuse_illegal(question.job, layout)
+        predicted_s = estimate(question.job, layout).step_time_s
+        rows.append(
+            {
+                "layout": str(layout),
+                "step_time_s": measured_s,
+                "predicted_step_time_s": predicted_s,
+                "ratio": measured_s / predicted_s,
+            }
+        )
+    logs = [math.log(row["ratio"]) for row in rows]
+    return rows, math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+
+def _scaled(each: Estimate, factor: float) -> Estimate:
+    """The estimate with all its seconds times `factor`."""
+    if factor == 1:
+        return each
+    times = ("step_time_s", "step_time_low_s", "step_time_high_s")
+    rates = ("tokens_per_s_per_device", "model_flops_per_s_per_device", "mfu", "mfu_full_attention")
+    return replace(
+        each,
+        **{name: getattr(each, name) * factor for name in times},
+        **{name: getattr(each, name) / factor for name in rates},
+        seconds={name: seconds * factor for name, seconds in each.seconds.items()},
+        stages=[
+            {**stage, **{name: stage[name] * factor for name in ("forward_s", "backward_s")}}
+            for stage in each.stages
+        ],
+        ledger=[
+            replace(row, time_s=row.time_s * factor, exposed_s=row.exposed_s * factor)
+            for row in each.ledger
+        ],
+    )
+
+
+# One layout
+
+
+def _layout(question: Question, each: Estimate) -> Answer:
+    job = question.job
+    step_tokens = job.global_batch * job.sequence_length
+    hours = None
+    if question.tokens is not None:
+        hours = question.tokens / step_tokens * each.step_time_s / 3600
+    return {
+        "layout": str(each.layout),
+        "meaning": each.layout.describe(),
+        "devices": each.layout.world_size,
+        "step_time_s": each.step_time_s,
+        "step_time_low_s": each.step_time_low_s,
+        "step_time_high_s": each.step_time_high_s,
+        "tokens_per_s_per_device": each.tokens_per_s_per_device,
+        "model_flops_per_s_per_device": each.model_flops_per_s_per_device,
+        "mfu": each.mfu,
+        "mfu_full_attention": each.mfu_full_attention,
+        "bubble_fraction": each.bubble_fraction,
+        "peak_memory_bytes": each.peak_memory_bytes,
+        "peak_memory_low_bytes": each.peak_memory_low_bytes,
+        "peak_memory_high_bytes": each.peak_memory_high_bytes,
+        "worst_stage": each.worst_stage,
+        "verdict": each.verdict,
+        "memory_bytes": each.memory_bytes,
+        "seconds": each.seconds,
+        "stages": each.stages,
+        "ledger": [asdict(row) for row in each.ledger],
+        "placement": each.placement,
+        "training_hours": hours,
+        "device_hours": None if hours is None else hours * each.layout.world_size,
+        "why": [],
+    }
+
+
+# Why
+
+
+def _explain(
+    result: Answer, question: Question, chosen: list[Estimate], limit: float, factor: float
+) -> None:
+    """The first layout against what it could be instead, the others against the first."""
+    first = chosen[0]
+    job = _job_of(question, first.layout)
+    tiers = [tier.name for tier in job.cluster.tiers]
+    around = explain.neighbours(job, first.layout, limit)
+    result["order"] = asdict(explain.found_order(first.ledger, tiers))
+    result["neighbours"] = [_neighbour(each, factor) for each in around]
+    result["changes"] = [asdict(each) for each in explain.changes(job, first.layout, around, limit)]
+    result["layouts"][0]["why"] = [asdict(r) for r in explain.reasons(job, first.layout, limit)]
+    for entry, other in zip(result["layouts"][1:], chosen[1:], strict=True):
+        entry["why"] = [asdict(_difference("the first", first, other))]
+
+
+def _neighbour(each: explain.Neighbour, factor: float) -> Answer:
+    seconds = None if each.step_time_s is None else each.step_time_s * factor
+    return asdict(replace(each, step_time_s=seconds))
+
+
+def _difference(name: str, first: Estimate, other: Estimate) -> explain.Reason:
+    """What costs another layout most against the first."""
+    ratio = other.step_time_s / first.step_time_s
+    more = {
+        what: other.seconds.get(what, 0.0) - first.seconds.get(what, 0.0)
+        for what in dict.fromkeys([*first.seconds, *other.seconds])
+    }
+    named = [
+        f"{what} {seconds:+.2f} s"
+        for what, seconds in sorted(more.items(), key=lambda item: -abs(item[1]))
+        if abs(seconds) >= NEARLY * first.step_time_s
+    ]
+    text = f"{ratio:.3f} x the step of {name}"
+    if named:
+        text += f": {', '.join(named[:3])}"
+    memory = other.peak_memory_bytes - first.peak_memory_bytes
+    if abs(memory) >= 1e9:
+        text += f"; {gb(abs(memory))} {'more' if memory > 0 else 'less'} memory"
+    return explain.Reason("layout", f"{text}.", other.peak_memory_bytes, ratio)
+
+
+# One layout that was asked about
+
+
+def _refuse_illegal(job: Job, layout: Layout) -> None:
+    """UserError with every rule that the layout breaks, the first ones first."""
+    devices = job.cluster.num_devices
+    broken = violations(layout, job.config, job.sequence_length, devices, running=False)
+    if broken:
+        raise UserError(f"{layout} is not legal: {'; '.join(broken)}")
+
+
+def _compare(
+    result: Answer, question: Question, asked: Estimate, best: list[Estimate], limit: float
+) -> None:
+    """Says of the one layout whether it fits and what the best found would cost."""
+    why = result["layouts"][0]["why"]
+    if asked.peak_memory_bytes > limit:
+        needs = gb(asked.peak_memory_bytes)
+        text = f"It does not fit: stage {asked.worst_stage} needs {needs} {explain.has(limit)}."
+        why.insert(0, asdict(explain.Reason("memory", text, asked.peak_memory_bytes)))
+    if not best:
+        return
+    first = best[0]
+    result["best_found"] = _layout(question, first)
+    if first.layout == asked.layout:
+        why.insert(0, asdict(explain.Reason("layout", "It is the best that the search finds.")))
+    else:
+        why.insert(0, asdict(_difference(f"the best found ({first.layout})", first, asked)))

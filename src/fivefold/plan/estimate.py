@@ -1,0 +1,421 @@
+"""One layout in full: step time, memory of every stage, ledger, and where the step goes.
+
+The seconds of a stage come from the same arithmetic as in a search (`time`), spread over the layers
+each virtual stage really has; the pipeline's table of actions is then run with them
+(`schedules.simulate`), where the search has a formula. A schedule without a table keeps the
+formula's time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.cluster.cluster import Cluster
+from fivefold.layout.many import Layouts
+from fivefold.layout.notation import SCHEDULES, Layout
+from fivefold.layout.stages import rank_stages, split_layers, stage_ranges
+from fivefold.model.config import LayerKind
+from fivefold.model.counts import flops_per_token
+from fivefold.parallel.pipeline import schedules
+from fivefold.parallel.work import ROLES, role_rank
+from fivefold.plan import compute
+from fivefold.plan.bound import whole_step_s
+from fivefold.plan.constants import Constants
+from fivefold.plan.job import Job
+from fivefold.plan.memory import KINDS, stage_memory, verdict
+from fivefold.plan.operations import layer_operations
+from fivefold.plan.placement import members
+from fivefold.plan.time import Rank, Row, Time, estimate_time
+
+SIMULATED_ROUNDS = 3
+"""Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last."""
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Equal transfers of one rank of the busiest pipeline stage in a step."""
+
+    split: str
+    phase: str
+    op: str
+    group_size: int
+    payload_bytes: float  # of one call
+    calls: float
+    wire_bytes: float  # that leave the rank in all calls
+    tier: str  # the outermost that the group spans
+    time_s: float  # of all calls
+    exposed_s: float  # the part that no compute hides
+    stage: int  # pipeline rank
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout. Bytes are of one device; MFU is of the peak at the job's precision."""
+
+    layout: Layout
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    tokens_per_s_per_device: float
+    model_flops_per_s_per_device: float  # causal attention, no recomputation
+    mfu: float
+    mfu_full_attention: float  # counting the full square of attention
+    bubble_fraction: float  # idle share of the step on the busiest pipeline rank
+    peak_memory_bytes: float  # of the worst stage
+    peak_memory_low_bytes: float
+    peak_memory_high_bytes: float
+    worst_stage: int
+    verdict: str  # "fits", "tight" or "no"
+    memory_bytes: dict[str, float]  # at the worst stage, by kind
+    stages: list[dict[str, Any]]  # of each pipeline rank
+    seconds: dict[str, float]  # where the step of the busiest pipeline rank goes; their sum
+    ledger: list[LedgerRow]
+    placement: dict[str, str]  # split -> the tiers it crosses
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The time of one layout, its pipeline simulated. Seconds."""
+
+    stages: Stages
+    pipeline_s: float  # from the first forward to the last backward
+    once_s: float  # before and after
+    step_s: float
+
+
+def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
+    """The times alone of legal layouts, in their order: much cheaper than estimates."""
+    constants = Constants.of(job.cluster.device)
+    alike: dict[Any, list[int]] = {}
+    for index, layout in enumerate(layouts):
+        alike.setdefault((layout.order, layout.layers), []).append(index)
+    result: dict[int, Simulated] = {}
+    for indices in alike.values():
+        time = estimate_time(job, Layouts.of([layouts[i] for i in indices]), constants)
+        for place, index in enumerate(indices):
+            result[index] = _simulate(job, layouts[index], constants, _one_of(time, place))
+    return [result[index] for index in range(len(layouts))]
+
+
+def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Simulated:
+    stages = Stages(job, layout, constants, time)
+    once = max(_number(rank.once) for rank in time.ranks.values())
+    pipeline = stages.pipeline_s(once)
+    inside = np.array([pipeline + once])
+    step = _number(whole_step_s(job, Layouts.of([layout]), constants, inside))
+    return Simulated(stages, pipeline, once, step)
+
+
+def _one_of(value: Any, index: int) -> Any:
+    """One layout's part of what holds arrays [n] over layouts."""
+    if isinstance(value, np.ndarray):
+        return value[index : index + 1] if value.ndim and len(value) > 1 else value
+    if isinstance(value, list):
+        return [_one_of(each, index) for each in value]
+    if isinstance(value, dict):
+        return {name: _one_of(each, index) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        return replace(value, **{name: _one_of(part, index) for name, part in parts.items()})
+    return value
+
+
+def estimate(job: Job, layout: Layout, simulated: Simulated | None = None) -> Estimate:
+    """The layout in full, whether it fits or not. It must be legal (see `layout.legality`).
+    `simulated`: its time, where it is known already."""
+    simulated = simulated or simulate(job, [layout])[0]
+    stages, step = simulated.stages, simulated.step_s
+    role = _busiest(stages.time)
+    memory = stage_memory(job, layout)
+    totals = [sum(stage[kind] for kind in KINDS) for stage in memory]
+    worst = int(np.argmax(totals))
+    tokens = job.global_batch * job.sequence_length / (step * layout.world_size)
+    causal, full = (
+        flops_per_token(job.config, job.sequence_length, causal=causal, mtp=job.mtp)
+        for causal in (True, False)
+    )
+    peak_flops = job.cluster.device.peak_flops(job.precision)
+    seconds = _seconds(simulated, role)
+    ledger = list(_ledger(job, layout, simulated, role))
+    return Estimate(
+        layout=layout,
+        step_time_s=step,
+        step_time_low_s=step,
+        step_time_high_s=step,
+        tokens_per_s_per_device=tokens,
+        model_flops_per_s_per_device=causal * tokens,
+        mfu=causal * tokens / peak_flops,
+        mfu_full_attention=full * tokens / peak_flops,
+        bubble_fraction=seconds["bubble"] / step,
+        peak_memory_bytes=totals[worst],
+        peak_memory_low_bytes=totals[worst],
+        peak_memory_high_bytes=totals[worst],
+        worst_stage=worst,
+        verdict=str(verdict(totals[worst], job.cluster.device.memory_bytes)),
+        memory_bytes={kind: memory[worst][kind] for kind in KINDS},
+        stages=[stages.described(rank, memory[rank]) for rank in range(layout.pp)],
+        seconds=seconds,
+        ledger=ledger,
+        placement=_placement(job.cluster, ledger),
+    )
+
+
+def _number(value: Any) -> float:
+    """The one element of an array over one layout."""
+    return float(np.ravel(value)[0])
+
+
+def _busiest(time: Time) -> str:
+    """The role of the pipeline rank that works longest."""
+    works = {role: _number(r.micro_batches * r.busy + r.once) for role, r in time.ranks.items()}
+    return max(ROLES, key=lambda role: works[role])
+
+
+# Stages
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """Seconds of arithmetic of one micro-batch on some layers."""
+
+    forward: float = 0.0
+    backward: float = 0.0  # without recomputation
+    again: float = 0.0  # recomputation
+    attention: float = 0.0  # part of forward and backward
+
+    def plus(self, other: _Compute, count: float = 1) -> _Compute:
+        return _Compute(
+            self.forward + count * other.forward,
+            self.backward + count * other.backward,
+            self.again + count * other.again,
+            self.attention + count * other.attention,
+        )
+
+
+class Stages:
+    """What the virtual stages of one layout hold, and how long they take."""
+
+    def __init__(self, job: Job, layout: Layout, constants: Constants, time: Time) -> None:
+        self.job, self.layout, self.time, self.constants = job, layout, time, constants
+        self.layers = stage_ranges(
+            layout.layers or split_layers(job.config.num_layers, layout.stages)
+        )
+        self.layer_compute = self._layer_compute()
+        ranks = range(layout.pp)
+        self.compute = {
+            rank: [self._compute(s) for s in rank_stages(layout, rank)] for rank in ranks
+        }
+
+    def rank_of(self, role: str) -> int:
+        """The pipeline rank that stands for a role."""
+        return int(role_rank(self.job.config, self.layout, role))
+
+    def role_of(self, rank: int) -> str:
+        if rank == 0:
+            return "first"
+        return "last" if rank == self.layout.pp - 1 else "middle"
+
+    def _layer_compute(self) -> dict[tuple[LayerKind, bool], _Compute]:
+        """Of a layer of each kind, not recomputed as a whole and recomputed."""
+        job, layouts = self.job, Layouts.of([self.layout])
+        kinds = [*job.config.layer_kinds, *([job.config.mtp_kind] if job.mtp else [])]
+        known = {}
+        for kind in dict.fromkeys(kinds):
+            s = compute.seconds(job, self.constants, layer_operations(job, layouts, kind))
+            selected = s.attention_forward if job.engine.selective == "attention" else s.light
+            part = _number(selected) if self.layout.recompute == "selective" else 0.0
+            for whole in (False, True):
+                known[kind, whole] = _Compute(
+                    _number(s.forward),
+                    _number(s.backward),
+                    _number(s.forward) if whole else part,
+                    _number(s.attention_forward + s.attention_backward),
+                )
+        return known
+
+    def _compute(self, stage: int) -> _Compute:
+        """Of the layers of one virtual stage, those of multi-token prediction included."""
+        config, layout = self.job.config, self.layout
+        recomputed = len(self.layers[stage]) if layout.recompute == "full" else 0
+        if layout.recompute_layers:
+            recomputed = min(recomputed, layout.recompute_layers)
+        counts = Counter(
+            (config.layer_kinds[layer], index < recomputed)
+            for index, layer in enumerate(self.layers[stage])
+        )
+        if self.job.mtp and stage == layout.stages - 1:
+            whole = layout.recompute == "full" and not layout.recompute_layers
+            counts[config.mtp_kind, whole] += config.mtp_layers
+        total = _Compute()
+        for kind, count in counts.items():
+            total = total.plus(self.layer_compute[kind], count)
+        return total
+
+    def outside(self, role: str) -> _Compute:
+        """Of embedding, head and loss."""
+        passes = self.time.ranks[role].outside
+        return _Compute(_number(passes.forward), _number(passes.backward))
+
+    def rank_compute(self, rank: int) -> _Compute:
+        total = self.outside(self.role_of(rank))
+        for chunk in self.compute[rank]:
+            total = total.plus(chunk)
+        return total
+
+    def chunk_s(self, rank: int) -> list[tuple[float, float]]:
+        """Forward and backward seconds of each chunk with its messages: a rank's exposed messages
+        are shared out to its chunks, and to other ranks of its role, like the arithmetic."""
+        role = self.role_of(rank)
+        layers = self.time.ranks[role].layers
+        alike = _Compute()
+        for chunk in self.compute[self.rank_of(role)]:
+            alike = alike.plus(chunk)
+        forward = _number(layers.forward) / alike.forward
+        backward = _number(layers.backward) / (alike.backward + alike.again)
+        seconds = [
+            (c.forward * forward, (c.backward + c.again) * backward) for c in self.compute[rank]
+        ]
+        outside, stages = self.outside(role), rank_stages(self.layout, rank)
+        for chunk, stage in enumerate(stages):
+            # On rank 0 of a V both ends are here; half of what is outside belongs to each.
+            ends = [s for s in stages if s in (0, self.layout.stages - 1)]
+            if stage in ends:
+                f, b = seconds[chunk]
+                share = 1 / len(ends)
+                seconds[chunk] = f + share * outside.forward, b + share * outside.backward
+        return seconds
+
+    def pipeline_s(self, once: float) -> float:
+        """Seconds from the first forward to the last backward."""
+        layout = self.layout
+        if layout.pp == 1 or layout.schedule not in SCHEDULES:
+            return self._by_formula() - once
+        chunks = [self.chunk_s(rank) for rank in range(layout.pp)]
+        forward, backward = [0.0] * layout.stages, [0.0] * layout.stages
+        for rank, seconds in enumerate(chunks):
+            for stage, times in zip(rank_stages(layout, rank), seconds, strict=True):
+                forward[stage], backward[stage] = times
+        send = _number(self.time.ranks["middle"].send)
+
+        def simulated(micro_batches: int) -> float:
+            table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
+            return schedules.simulate(table, forward, backward, send).step_s
+
+        rounds = -(-layout.accumulation // layout.pp)
+        left_out = max(0, rounds - SIMULATED_ROUNDS) * layout.pp
+        step = simulated(layout.accumulation - left_out)
+        if not left_out:
+            return step
+        # The slowest rank's pace, or less where it waits for messages every time.
+        pace = (step - simulated(layout.accumulation - left_out - layout.pp)) / layout.pp
+        return step + left_out * max(pace, *(sum(map(sum, seconds)) for seconds in chunks))
+
+    def _by_formula(self) -> float:
+        """Pipeline and what is once a step, from the step by formula."""
+        layouts = Layouts.of([self.layout])
+        steps = [whole_step_s(self.job, layouts, self.constants, np.array([s])) for s in (0.0, 1.0)]
+        none, one = map(_number, steps)
+        return (_number(self.time.step) - none) / (one - none)
+
+    def described(self, rank: int, memory: dict[str, float]) -> dict[str, Any]:
+        chunks = self.chunk_s(rank)
+        return {
+            "layers": [len(self.layers[stage]) for stage in rank_stages(self.layout, rank)],
+            "memory_bytes": {kind: memory[kind] for kind in KINDS},
+            "in_flight": memory["in_flight"],
+            "forward_s": sum(forward for forward, _ in chunks),
+            "backward_s": sum(backward for _, backward in chunks),
+        }
+
+
+# Where the step goes
+
+
+def _waits_s(simulated: Simulated, rank: Rank) -> float:
+    """Seconds between the first forward and the end of the optimizer in which a rank does nothing,
+    for other ranks or for messages between stages."""
+    works = _number(rank.micro_batches * rank.busy + rank.once)
+    return simulated.pipeline_s + simulated.once_s - works
+
+
+def _exposed_s(simulated: Simulated, rank: Rank) -> list[float]:
+    """The exposed seconds of each of the rank's rows. Those of messages between stages are no more
+    than it waits at all: the pipeline decides which of them it waits for."""
+    sends = sum(_number(row.exposed) for row in rank.rows if _between_stages(row))
+    share = min(1.0, max(0.0, _waits_s(simulated, rank)) / sends) if sends else 0.0
+    return [_number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
+
+
+def _between_stages(row: Row) -> bool:
+    return row.transfer.axis == "pp" and row.transfer.op == "send"
+
+
+def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
+    """The step of one pipeline rank, in parts that add up to it."""
+    stages = simulated.stages
+    rank = stages.time.ranks[role]
+    m = _number(rank.micro_batches)
+    arithmetic = stages.rank_compute(stages.rank_of(role))
+    computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.again)
+    exposed = {f"exposed_{row.transfer.split}": 0.0 for row in rank.rows}
+    sends = 0.0
+    for row, seconds in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
+        exposed[f"exposed_{row.transfer.split}"] += seconds
+        sends += seconds * _between_stages(row)
+    optimizer = _number(rank.optimizer)
+    works = m * _number(rank.busy) + _number(rank.once)
+    return {
+        "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
+        "attention": m * arithmetic.attention,
+        "recompute": m * arithmetic.again,
+        # Compute runs slower beside messages.
+        "slowed": works - computes - (sum(exposed.values()) - sends) - optimizer,
+        **exposed,
+        "bubble": _waits_s(simulated, rank) - sends,
+        "optimizer": optimizer,
+        "other": simulated.step_s - simulated.pipeline_s - simulated.once_s,
+    }
+
+
+# The ledger
+
+
+def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterator[LedgerRow]:
+    """The transfers that happen; equal ones are one row."""
+    cluster, rank = job.cluster, simulated.stages.time.ranks[role]
+    places = members(cluster, Layouts.of([layout]))
+    stage = simulated.stages.rank_of(role)
+    rows: dict[tuple[Any, ...], list[float]] = {}
+    for row, exposed in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
+        transfer = row.transfer
+        calls, size = _number(transfer.calls), int(_number(transfer.group_size))
+        if calls == 0 or size == 1:
+            continue
+        tier = _tier(cluster, places[transfer.axis])
+        payload = _number(transfer.payload_bytes)
+        key = (transfer.split, transfer.phase, transfer.op, size, payload, tier)
+        numbers = [calls, _number(transfer.wire_bytes), _number(row.seconds), exposed]
+        rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 4), numbers, strict=True)]
+    for (split, phase, op, size, payload, tier), (calls, wire, seconds, exposed) in rows.items():
+        yield LedgerRow(split, phase, op, size, payload, calls, wire, tier, seconds, exposed, stage)
+
+
+def _tier(cluster: Cluster, together: NDArray[np.int64]) -> str:
+    """The outermost tier that a group crosses; `together` [tiers, 1] as in `placement.members`."""
+    counts = together[:, 0]
+    outermost = int(np.argmax(counts == counts[-1]))
+    return cluster.tiers[outermost].name
+
+
+def _placement(cluster: Cluster, ledger: list[LedgerRow]) -> dict[str, str]:
+    names = [tier.name for tier in cluster.tiers]
+    used: dict[str, set[str]] = {}
+    for row in ledger:
+        used.setdefault(row.split, set()).add(row.tier)
+    return {split: ", ".join(sorted(tiers, key=names.index)) for split, tiers in used.items()}

@@ -1,0 +1,143 @@
+"""When no layout fits: the least that one takes, how many devices would do, and what else helps.
+
+The lower bound counts weights, gradients and optimizer state alone, spread evenly over all
+devices; no layout can take less. Everything else is a search with something changed, so that what
+is advised has a layout that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fivefold.errors import UserError
+from fivefold.model.counts import count_parameters
+from fivefold.plan.estimate import Estimate
+from fivefold.plan.explain import gb
+from fivefold.plan.job import Engine, Job
+from fivefold.plan.search import Wishes, least_memory, limit_bytes, smallest_gpus
+
+WEIGHT_BYTES = 2
+"""Of a bf16 weight. With LoRA that is all: gradients and optimizer state are the adapters'."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Devices that weights, gradients and optimizer state alone fill."""
+
+    bytes_per_parameter: int
+    devices: int
+
+
+@dataclass(frozen=True)
+class Help:
+    """The least memory of any layout with something changed."""
+
+    change: str
+    peak_memory_bytes: float
+    fits: bool
+    layout: str | None  # None: a lower bound, not a layout
+
+
+@dataclass(frozen=True)
+class Close:
+    """A layout that takes little, though too much."""
+
+    layout: str
+    peak_memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Shortage:
+    limit_bytes: float  # of a device
+    closest: list[Close]  # least memory first
+    state_bytes: float  # of the whole model
+    bounds: list[Bound]  # fewer bytes a parameter first
+    smallest_gpus: int | None  # of full nodes; None: no number of them does
+    helps: list[Help]
+    text: list[str]
+
+
+def shortage(job: Job, wishes: Wishes, closest: Sequence[Estimate]) -> Shortage:
+    """What would fit, given that nothing does; `closest` are the layouts that take least."""
+    close = [Close(str(each.layout), each.peak_memory_bytes) for each in closest]
+    close.sort(key=lambda each: each.peak_memory_bytes)
+    memory = wishes.max_memory_bytes or job.cluster.device.memory_bytes
+    total = count_parameters(job.config, mtp=job.mtp).total
+    bounds = [Bound(size, math.ceil(total * size / memory)) for size in _state_sizes(job.engine)]
+    limit, smallest = limit_bytes(job, wishes), smallest_gpus(job, wishes)
+    state_bytes = float(total * bounds[-1].bytes_per_parameter)
+    return Shortage(
+        limit_bytes=limit,
+        closest=close,
+        state_bytes=state_bytes,
+        bounds=bounds,
+        smallest_gpus=smallest,
+        helps=list(_helps(job, wishes, limit, total)),
+        text=list(_sentences(job, memory, limit, close, bounds, state_bytes, smallest)),
+    )
+
+
+def _state_sizes(engine: Engine) -> list[int]:
+    """Bytes a parameter: as the engine keeps them, and with bf16 gradients; fewer first."""
+    moments = 0 if engine.host_optimizer else engine.optimizer_bytes
+    own = WEIGHT_BYTES + engine.gradient_bytes + moments
+    return sorted({own - engine.gradient_bytes + 2, own})
+
+
+def _helps(job: Job, wishes: Wishes, limit: float, total: int) -> Iterator[Help]:
+    """Each change that may lower the least memory, by itself."""
+    engine, length = job.engine, job.sequence_length
+    changed: dict[str, tuple[Job, Wishes]] = {}
+    if wishes.fix or wishes.forbid:
+        changed["without --fix and --forbid"] = job, replace(wishes, fix="", forbid="")
+    if not engine.host_optimizer:
+        host = replace(engine, host_optimizer=True)
+        changed["optimizer state in host memory"] = replace(job, engine=host), wishes
+    if engine.gradient_bytes > 2:
+        lower = replace(engine, gradient_bytes=2, reduced_bytes=2, optimizer_bytes=8)
+        changed["bf16 gradients and moments"] = replace(job, engine=lower), wishes
+    if length % 2 == 0 and length > 1024:
+        shorter = replace(job, sequence_length=length // 2)
+        changed[f"sequences of {length // 2:,} tokens"] = shorter, wishes
+    for change, (other, wanted) in changed.items():
+        try:
+            least = least_memory(other, wanted)
+        except UserError:  # what is fixed does not suit the changed job
+            continue
+        if least is not None:
+            yield Help(change, least[0], least[0] <= limit, str(least[1]))
+    frozen = total * WEIGHT_BYTES / job.cluster.num_devices
+    yield Help("LoRA: frozen bf16 weights alone, fully sharded", frozen, frozen <= limit, None)
+
+
+def _sentences(
+    job: Job,
+    memory: float,
+    limit: float,
+    close: Sequence[Close],
+    bounds: list[Bound],
+    state_bytes: float,
+    smallest: int | None,
+) -> Iterator[str]:
+    devices = job.cluster.num_devices
+    many = f"{devices:,} devices of {gb(memory)}" if devices > 1 else f"one device of {gb(memory)}"
+    may = "" if limit == memory else f", of which a layout may take {gb(limit)}"
+    least = close[0]
+    yield (
+        f"Nothing fits {many}{may}: the layout that takes least needs "
+        f"{gb(least.peak_memory_bytes)}, {least.layout}."
+    )
+    few, own = bounds[0], bounds[-1]
+    also = f" ({few.devices:,} at {few.bytes_per_parameter} B)" if few is not own else ""
+    verdict = "so this is infeasible" if own.devices > devices else "which there are"
+    yield (
+        f"Weights, gradients and optimizer state are {gb(state_bytes)} at "
+        f"{own.bytes_per_parameter} B a parameter: they fill at least {own.devices:,} "
+        f"devices{also}, {verdict}; {gb(state_bytes / devices)} a device."
+    )
+    if smallest is None:
+        yield "No number of full nodes does."
+    else:
+        yield f"The smallest number of devices that does is {smallest:,}, in full nodes."

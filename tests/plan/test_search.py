@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.cluster.cluster import load_cluster
+from fivefold.errors import UserError
+from fivefold.layout.legality import legal
+from fivefold.layout.many import Layouts
+from fivefold.layout.notation import Layout
+from fivefold.model.presets import config_from_dimensions, load_model
+from fivefold.plan import search as searching
+from fivefold.plan.bound import Bound
+from fivefold.plan.constants import Constants
+from fivefold.plan.enumerate import Choices, every_layout
+from fivefold.plan.estimate import simulate
+from fivefold.plan.job import Job
+from fivefold.plan.memory import FITS, estimate_memory
+from fivefold.plan.search import (
+    DISTINCT,
+    SPARES,
+    Wishes,
+    count_fitting,
+    least_memory,
+    search,
+    smallest_gpus,
+)
+from fivefold.plan.time import estimate_time
+
+DENSE = config_from_dimensions("hidden=4096,layers=16,heads=32,kv_heads=8,ffn=14336,vocab=128256")
+MIXTURE = config_from_dimensions(
+    "hidden=2048,layers=8,heads=16,kv_heads=4,ffn=6144,vocab=32000,"
+    "experts=16,topk=2,moe_ffn=1408,dense_layers=1"
+)
+
+
+def job(config=DENSE, gpus=16, cluster="dgx-h100", sequence_length=4096, global_batch=32) -> Job:
+    return Job(config, load_cluster(cluster, gpus), sequence_length, global_batch)
+
+
+def all_candidates(a_job: Job, wishes: Wishes) -> list[tuple[Layout, float]]:
+    """Every candidate that fits, with its step time: no bound, no order of search."""
+    choices = Choices.read(wishes.fix, wishes.forbid)
+    constants = Constants.of(a_job.cluster.device)
+    limit = FITS * a_job.cluster.device.memory_bytes
+    found = []
+    for layouts in every_layout(a_job, choices, wishes.planned_schedules):
+        if not len(layouts):
+            continue
+        fits = estimate_memory(a_job, layouts).peak_bytes <= limit
+        steps = np.asarray(estimate_time(a_job, layouts, constants).step)
+        found += [(layouts[int(i)], float(steps[i])) for i in np.flatnonzero(fits)]
+    return found
+
+
+def best_of_all(a_job: Job, wishes: Wishes) -> list[float]:
+    """Step times of the best layouts, different in their degrees, after simulation."""
+    best: dict[tuple[int, ...], tuple[float, Layout]] = {}
+    for layout, step in all_candidates(a_job, wishes):
+        key = tuple(getattr(layout, name) for name in DISTINCT)
+        if key not in best or step < best[key][0]:
+            best[key] = step, layout
+    first = sorted(best.values(), key=lambda each: each[0])[: wishes.top + SPARES]
+    return sorted(each.step_s for each in simulate(a_job, [layout for _, layout in first]))[
+        : wishes.top
+    ]
+
+
+@pytest.mark.parametrize(
+    "a_job",
+    [job(), job(MIXTURE, gpus=8, global_batch=16), job(gpus=8, cluster="mi300x", global_batch=24)],
+)
+def test_the_search_finds_what_trying_all_layouts_finds(a_job: Job, monkeypatch):
+    monkeypatch.setattr(searching, "SHAPES_AT_ONCE", 64)  # so that bounds cut off something
+    monkeypatch.setattr(searching, "TIMED_AT_ONCE", 256)
+    wishes = Wishes(top=4)
+    found = search(a_job, wishes)
+    assert [each.step_time_s for each in found.best] == pytest.approx(best_of_all(a_job, wishes))
+    assert found.skipped > 0  # it did not look at all of them
+
+
+def test_many_layouts_at_once_and_one_by_one_are_the_same():
+    a_job, constants = job(gpus=4, global_batch=4), Constants.of(job().cluster.device)
+    wishes = Wishes(fix="zero1 ulysses1 mb1 recompute=full", top=1)
+    by_one = {}
+    for layouts in every_layout(a_job, Choices.read(wishes.fix)):
+        for index in range(len(layouts)):
+            one = Layouts.of([layouts[index]])
+            if estimate_memory(a_job, one).peak_bytes <= FITS * a_job.cluster.device.memory_bytes:
+                by_one[layouts[index]] = float(
+                    np.asarray(estimate_time(a_job, one, constants).step)[0]
+                )
+    best = min(by_one, key=lambda layout: by_one[layout])
+    (found,) = search(a_job, wishes).best
+    assert len(by_one) > 5
+    assert by_one[found.layout] == pytest.approx(by_one[best])
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE])
+def test_no_step_is_shorter_than_its_bound(config):
+    a_job = job(config, gpus=32, global_batch=64)
+    constants = Constants.of(a_job.cluster.device)
+    generator = np.random.default_rng(0)
+    for layouts in every_layout(a_job, Choices.read()):
+        if not len(layouts):
+            continue
+        some = layouts.take(generator.integers(0, len(layouts), 400))
+        bound = Bound(a_job, constants, some).of(some)
+        steps = np.asarray(estimate_time(a_job, some, constants).step)
+        assert (bound <= steps * (1 + 1e-9)).all()
+        assert np.median(bound / steps) > 0.5  # and it is worth something
+
+
+def test_results_do_not_depend_on_the_size_of_the_chunks(monkeypatch):
+    a_job = job(MIXTURE, gpus=8, global_batch=16)
+    whole = search(a_job)
+    monkeypatch.setattr(searching, "SHAPES_AT_ONCE", 37)
+    monkeypatch.setattr(searching, "TIMED_AT_ONCE", 101)
+    parts = search(a_job)
+    assert parts.best == whole.best
+    assert (parts.counted, parts.legal) == (whole.counted, whole.legal)
+
+
+def test_all_candidates_are_legal_and_as_many_as_counted():
+    a_job = job(MIXTURE, gpus=16, global_batch=48)
+    parts = every_layout(a_job, Choices.read(), planned_schedules=True)
+    for layouts in parts:
+        assert legal(layouts, a_job.config, a_job.sequence_length, 16).all()
+        assert (layouts.global_batch == a_job.global_batch).all()
+    assert search(a_job, Wishes(planned_schedules=True)).legal == sum(map(len, parts))
+    texts = [str(layouts[i]) for layouts in parts for i in range(0, len(layouts), 97)]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXTURE])
+def test_the_layouts_that_fit_are_counted(config):
+    a_job = job(config, gpus=8, global_batch=16)
+    wishes = Wishes(max_memory_bytes=24e9)
+    fits = [
+        int((estimate_memory(a_job, layouts).peak_bytes <= 24e9).sum())
+        for layouts in every_layout(a_job, Choices.read())
+        if len(layouts)
+    ]
+    legal_ones, fitting = count_fitting(a_job, wishes)
+    assert fitting == sum(fits)
+    assert 0 < fitting < legal_ones
+
+
+def test_what_is_fixed_and_forbidden_holds():
+    fixed = search(job(), Wishes(fix="tp4 zero1 recompute=full", forbid="pp")).best
+    assert fixed
+    for each in fixed:
+        layout = each.layout
+        assert (layout.tp, layout.zero, layout.recompute, layout.pp) == (4, 1, "full", 1)
+    for each in search(job(), Wishes(fix="recompute=full:2", forbid="sp vpp2")).best:
+        layout = each.layout
+        assert (layout.recompute, layout.recompute_layers) == ("full", 2)
+        assert not layout.sp and layout.vpp != 2
+    for each in search(job(), Wishes(forbid="tp zero3 dp16 recompute")).best:
+        layout = each.layout
+        assert layout.tp == 1 and layout.zero != 3 and layout.dp != 16
+        assert layout.recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        (Wishes(fix="pp4", forbid="pp"), "pp is forbidden, but pp4 is fixed"),
+        (Wishes(fix="tp8", forbid="tp8"), "tp8 is forbidden, but tp8 is fixed"),
+        (Wishes(fix="recompute=full:2", forbid="recompute=full"), "recompute=full is forbidden"),
+        (Wishes(forbid="schedule=1f1b"), "leave out some"),
+        (Wishes(fix="tp3"), "tp 3 does not divide 32 attention heads"),
+        (Wishes(fix="tp8 tp4"), "tp is stated twice"),
+        (Wishes(fix="ep4"), "dense"),
+        (Wishes(fix="pp32"), "16"),
+        (Wishes(objective="speed"), "time, memory, cost"),
+        (Wishes(top=0), "1 layout or more"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused_in_one_sentence(wishes: Wishes, says: str):
+    with pytest.raises(UserError) as refused:
+        search(job(), wishes)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fixed_value_beyond_what_a_search_would_try_is_taken():
+    (found,) = search(job(gpus=64, global_batch=64), Wishes(fix="tp32 mb1", top=1)).best
+    assert found.layout.tp == 32
+
+
+def test_accumulation_follows_from_the_global_batch():
+    """Field case 46: the global batch is the invariant."""
+    for fix, accumulation in (("tp4 dp1 mb2", 4), ("tp2 dp2 mb2", 2), ("tp1 dp4 mb2", 1)):
+        (best, *_) = search(job(gpus=4, global_batch=8), Wishes(fix=fix)).best
+        assert best.layout.accumulation == accumulation
+        assert best.layout.global_batch == 8
+
+
+def test_a_batch_that_does_not_divide_leaves_devices_out_and_says_so():
+    """Field case 46: a batch of 37 on 4 devices."""
+    found = search(job(gpus=6, global_batch=35))
+    assert {each.layout.global_batch for each in found.best} == {35}
+    seven = config_from_dimensions("hidden=4096,layers=5,heads=32,ffn=11008,vocab=32000")
+    found = search(job(seven, gpus=14, sequence_length=1024, global_batch=3))
+    assert found.notes and "14 devices" in found.notes[0]
+    assert all(each.layout.world_size < 14 for each in found.best)
+
+
+def test_tensor_parallelism_over_two_nodes_is_not_proposed_first():
+    """Field case 53."""
+    two_nodes = job(load_model("llama-3.1-70b"), sequence_length=8192)
+    found = search(two_nodes, Wishes(top=1))
+    assert (found.best or found.closest)[0].layout.tp <= 8
+
+
+def test_layouts_that_fit_llama_2_70b_on_32_devices_are_listed():
+    """Field case 49."""
+    found = search(job(load_model("llama-2-70b"), gpus=32, global_batch=64))
+    assert found.best and found.fit > 0
+    for each in found.best:
+        assert each.verdict == "fits"
+    fixed = search(
+        job(load_model("llama-2-70b"), gpus=32, global_batch=64), Wishes(fix="tp8 pp1 zero1")
+    )
+    assert fixed.best == [] and fixed.closest
+    assert all(each.verdict == "no" for each in fixed.closest)
+
+
+def test_qwen3_235b_on_64_devices_does_not_fit_as_published():
+    """Field case 52: tp2 pp2 ep32 needs 77 GB for its states alone."""
+    a_job = job(load_model("qwen3-235b-a22b"), gpus=64, global_batch=256)
+    found = search(a_job, Wishes(fix="tp2 pp2 ep32 zero1"))
+    assert found.best == [] and found.closest[0].verdict == "no"
+    assert smallest_gpus(a_job) in range(64, 257)
+
+
+def test_the_smallest_number_of_devices_fits_and_half_of_it_does_not():
+    a_job = job(load_model("llama-3.1-70b"), gpus=8, global_batch=1024)
+    fewest = smallest_gpus(a_job)
+    assert fewest is not None and fewest % 8 == 0 and fewest >= 16
+    enough = replace(a_job, cluster=a_job.cluster.with_devices(fewest))
+    assert search(enough).fit > 0
+    half = replace(a_job, cluster=a_job.cluster.with_devices(fewest // 16 * 8))
+    assert search(half, Wishes(headroom=1 - FITS)).best == []
+
+
+def test_objectives():
+    a_job = job(gpus=32, global_batch=64)
+    fastest, leanest, cheapest = (
+        search(a_job, Wishes(top=1, objective=name)).best[0] for name in ("time", "memory", "cost")
+    )
+    assert fastest.step_time_s < leanest.step_time_s
+    assert leanest.peak_memory_bytes < fastest.peak_memory_bytes
+    least = least_memory(a_job)
+    assert least is not None and least[0] == pytest.approx(leanest.peak_memory_bytes)
+    cost, fast_cost = (e.step_time_s * e.layout.world_size for e in (cheapest, fastest))
+    assert cost < fast_cost
+    assert cheapest.layout.world_size < 32
+
+
+def test_memory_wishes_bound_what_is_found():
+    (best, *_) = search(job(), Wishes(max_memory_bytes=30e9)).best
+    assert best.peak_memory_bytes <= 30e9
+    (roomy, *_) = search(job()).best
+    assert roomy.step_time_s <= best.step_time_s
