@@ -4,16 +4,21 @@ READY := .venv/.ready
 
 .PHONY: run test test-all lint bench
 
-# Train the first example, split five ways on 8 local processes, then prove the split.
+# Choose a layout for a large model; then train the first example, split five ways on 8 local
+# processes, and prove the split.
 run: $(READY)
+	$(BIN)/fivefold plan llama-3.1-8b --cluster dgx-h100 --gpus 64 --top 3
+	@echo
 	$(BIN)/fivefold train examples/first-run.yaml
 	$(BIN)/fivefold check examples/first-run.yaml --steps 2
 	@echo
 	@echo "Try next:"
 	@echo "  $(BIN)/fivefold check examples/first-run.yaml --steps 2 --layout 'dp2 zero3 ring2 ep4 mb2'"
+	@echo "  $(BIN)/fivefold plan deepseek-v3 --cluster hgx-h800 --gpus 2048 --save plan.yaml"
+	@echo "  $(BIN)/fivefold export plan.yaml --to megatron"
 	@echo "  $(BIN)/fivefold layout 'tp2 sp pp2 dp2 ep2'     what a layout means"
 	@echo "  $(BIN)/fivefold train examples/one-process.yaml --layout 'tp2 pp2' --steps 20"
-	@echo "  docs/splits.md                                  what each split sends"
+	@echo "  docs/planning.md, docs/splits.md                choosing, and what each split sends"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

@@ -10,14 +10,15 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from fivefold.cluster.cluster import Cluster, load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import Layout
+from fivefold.layout.stages import split_layers
 from fivefold.model.config import ModelConfig, MoEConfig
-from fivefold.model.counts import flops_per_token
+from fivefold.model.counts import flops_per_token, head_flops_per_token, layer_flops_per_token
 from fivefold.model.presets import load_preset, preset_names
 from fivefold.plan.job import ENGINES, Engine, Job
 
@@ -54,9 +55,25 @@ CLUSTERS = {
 NETWORKS = {"BLOOM": 6.25e9, "INTERN": 6.25e9}
 """Scale-out bytes/s a GPU and direction of sources that say so: 4 x 100 Gbit/s a node."""
 
-FULL_ATTENTION = (
-    "DGXC MPT NEMO24 MLPERF KORTH MEGASC FMS NEM15 NANO MLM MLM1 FOLD SC21 BLOOM MTNLG BBG INTERN"
-).split()
+FULL_ATTENTION = [
+    "DGXC",
+    "MPT",
+    "NEMO24",
+    "MLPERF",
+    "KORTH",
+    "MEGASC",
+    "FMS",
+    "NEM15",
+    "NANO",
+    "MLM",
+    "MLM1",
+    "FOLD",
+    "SC21",
+    "BLOOM",
+    "MTNLG",
+    "BBG",
+    "INTERN",
+]
 """Sources whose FLOPs count the full square of attention; the others count its causal half."""
 
 
@@ -64,6 +81,7 @@ PRINTED_MEMORY = {
     "SIMUMAX": "allocated",  # "max_allocated over ranks"
     "ZB": "allocated",  # torch's counter, in GiB
     "DGXC": "allocated",  # NeMo's peak_memory_usage: max_memory_allocated, in bytes
+    "MCMOE": "allocated",  # added up by its authors
     "NANO": "reserved",  # not stated; see PROGRAMS
     "TITAN": "reserved",  # torchtitan logs max_reserved
 }
@@ -124,7 +142,8 @@ def case(row: dict[str, str]) -> Case:
     cluster = _cluster(row, source)
     sequence_length = _count(row, "seq_len", default=1024 if source == "MLM1" else None)
     engine = _engine(row, source)
-    layouts, global_batch = _layouts(row, source, config)
+    mtp = "MTP on" in row["notes"] or "incl. MTP" in row["notes"] or source == "DSV3"
+    layouts, global_batch = _layouts(row, source, config, mtp)
     job = Job(
         config=config,
         cluster=cluster,
@@ -132,7 +151,7 @@ def case(row: dict[str, str]) -> Case:
         global_batch=global_batch,
         precision=_precision(row),
         engine=engine,
-        mtp="MTP on" in row["notes"] or "incl. MTP" in row["notes"] or source == "DSV3",
+        mtp=mtp,
     )
     if job.precision != "bf16":  # which stands for the 16 bits of the device
         cluster.device.peak_flops(job.precision)  # refuses what it has no unit for
@@ -166,19 +185,25 @@ def _config(row: dict[str, str]) -> ModelConfig:
         config = load_preset(name)
         if (config.num_layers, config.hidden_size) == (layers, hidden):
             return config
+    if row["attention_kind"] not in ("", "mha", "mqa", "gqa", "mla"):
+        raise UserError(f"{row['attention_kind']} layers are not modelled")
+    if "hybrid" in row["notes"].lower() or "mamba" in row["notes"].lower():
+        raise UserError("state-space layers are not modelled")
+    if "lora" in row["notes"].lower():
+        raise UserError("LoRA trains a part of the weights only, which is not modelled")
     if row["attention_kind"] == "mla":
         raise UserError(f"the widths of {row['model_name']}'s latent attention are not given")
     heads = _count(row, "n_heads", default=max(1, hidden // 128))
     head_dim = _count(row, "head_dim", default=hidden // heads)
     experts = _count(row, "moe_experts", default=0)
     moe = _moe(row, experts, layers) if experts > 1 else None
-    width = row["ffn_hidden"] or row["moe_ffn_hidden"]
+    width = _count(row, "ffn_hidden", default=_count(row, "moe_ffn_hidden", default=4 * hidden))
     gated = "mlp=2mat" not in row["notes"]
     return ModelConfig(
         family="measured",
         vocab_size=_count(row, "vocab", default=51_200),
         hidden_size=hidden,
-        intermediate_size=int(float(width)) if width else 4 * hidden,
+        intermediate_size=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=_count(row, "n_kv_heads", default=heads),
@@ -202,8 +227,10 @@ def _moe(row: dict[str, str], experts: int, layers: int) -> MoEConfig:
     stated = row["moe_shared"]
     shared = re.search(r"ffn (\d+)", stated)
     shared_width = int(shared[1]) if shared else int(float(stated or 0)) * width
-    dense = re.search(r"first (\d+)", row["moe_layer_freq_or_first_dense"])
+    frequency = row["moe_layer_freq_or_first_dense"].lower()
+    dense = re.search(r"first (\d+)", frequency)
     first = int(dense[1]) if dense else 0
+    every = 2 if re.search(r"(every|each) (second|other|2)|alternat", frequency) else 1
     return MoEConfig(
         num_experts=experts,
         experts_per_token=_count(row, "moe_topk"),
@@ -212,7 +239,7 @@ def _moe(row: dict[str, str], experts: int, layers: int) -> MoEConfig:
         shared_gate=False,
         norm_topk_prob=True,
         aux_loss_coef=0.0,
-        layers=tuple(layer >= first for layer in range(layers)),
+        layers=tuple(i >= first and (i + 1) % every == 0 for i in range(layers)),
     )
 
 
@@ -228,7 +255,7 @@ def _cluster(row: dict[str, str], source: str) -> Cluster:
     return _with_network(name, _count(row, "n_gpus"), NETWORKS.get(source))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_network(name: str, gpus: int, bandwidth: float | None) -> Cluster:
     cluster = load_cluster(name, gpus)
     if bandwidth is None:
@@ -253,8 +280,8 @@ def _precision(row: dict[str, str]) -> str:
 
 FSDP, MEGATRON = ENGINES["fsdp"], ENGINES["megatron"]
 PROGRAMS = {
-    **dict.fromkeys("MB DGXC MLPERF NEMO24 NEMOLS".split(), ENGINES["nemo"]),
-    **dict.fromkeys("MPT TITAN FMS HFULY LLAMA1".split(), FSDP),
+    **dict.fromkeys(["MB", "DGXC", "MLPERF", "NEMO24", "NEMOLS"], ENGINES["nemo"]),
+    **dict.fromkeys(["MPT", "TITAN", "HFULY", "LLAMA1"], FSDP),
     "BLOOM": ENGINES["deepspeed"],
     # Before fused losses and Transformer Engine.
     "ZB": replace(MEGATRON, loss_bytes=6),
@@ -262,19 +289,31 @@ PROGRAMS = {
     # The bytes a logit are the best of those tried on this source's memory figures.
     "NANO": replace(
         MEGATRON,
-        fused_kernels=False,
         gradient_bytes=2 + 2 + 4,
         loss_bytes=6,
         placeholder_gradients=False,
         keeps_stage_outputs=True,
+        overlapped_gradients=False,
+        overlapped_weights=False,
     ),
     # The slope of this source's memory over GPUs is 26 bytes a parameter: the optimizer step
     # copies gradients flat in 16 bits and in fp32, and runs for-each AdamW.
-    "INTERN": replace(FSDP, gradient_bytes=2, step_bytes=12, keeps_gathered=False),
+    "INTERN": replace(
+        FSDP,
+        overlapped_weights=False,
+        gradient_bytes=2,
+        reduced_bytes=2,
+        step_bytes=12,
+        keeps_gathered=False,
+    ),
+    "FMS": replace(FSDP, reduced_bytes=2),
 }
 """The program of a source; that of all others is Megatron-Core."""
-BEFORE_FLASH = "SC21 KORTH MLM1 BLOOM MTNLG BBG OPT NEOX GLM".split()
-"""FlashAttention was published in May 2022; the programs of these sources are from before it."""
+INFERRED = ("NANO", "INTERN", "ZB")
+"""Sources whose memory habits are inferred from their own memory figures."""
+BEFORE_FLASH = ["SC21", "KORTH", "MLM1", "BLOOM", "MTNLG", "BBG", "OPT", "NEOX", "GLM", "ZB"]
+"""FlashAttention was published in May 2022; the programs of these sources are from before it, or,
+as the memory of ZB says, do without it."""
 
 
 def _engine(row: dict[str, str], source: str) -> Engine:
@@ -282,7 +321,7 @@ def _engine(row: dict[str, str], source: str) -> Engine:
     notes, engine = row["notes"], PROGRAMS.get(source, MEGATRON)
     if "MaxText" in notes or "PaXML" in notes:
         engine = FSDP
-    if engine.name == "fsdp":
+    if engine.name == "fsdp" and source != "INTERN":  # which has fused kernels of its own
         compiled = any(word in notes for word in ("torch.compile", "MaxText", "PaXML"))
         engine = replace(engine, fused_kernels=compiled)
     if "no TP/PP overlap" in notes:
@@ -294,31 +333,57 @@ def _engine(row: dict[str, str], source: str) -> Engine:
     # Token dispatchers that send a token once to each node (DeepEP, HybridEP).
     once_a_node = "DeepEP" in notes or "HybridEP" in notes or source == "MB"
     pipelined = "AsyncTP" in notes or "async TP" in notes
+    if source == "MB":
+        engine = _megatron_bridge(engine, row)
     return replace(
         engine,
         flash_attention=source not in BEFORE_FLASH,
-        cuda_graphs="CUDA graphs" in notes and not graphs_on_gb_only,
-        overlapped_experts=hidden or "DualPipe" in row["pipeline_schedule"],
+        cuda_graphs=engine.cuda_graphs or ("CUDA graphs" in notes and not graphs_on_gb_only),
+        overlapped_experts=engine.overlapped_experts
+        or hidden
+        or "DualPipe" in row["pipeline_schedule"],
         once_a_node=once_a_node or source == "DSV3",
+        fused_experts=engine.fused_experts or source == "DSV3",  # its own kernels
         dispatched_bytes=1 if source == "DSV3" else 2,
         pipelined_tensor_messages=engine.pipelined_tensor_messages or pipelined,
         host_optimizer="optimizer-state offload" in notes,
-        selective=_selective(row["recompute"]),
+        selective=_selective(row["recompute"], row["moe_experts"] not in ("", "0", "1")),
     )
 
 
-def _selective(text: str) -> str:
-    """What a source's selective recomputation runs again."""
+def _megatron_bridge(engine: Engine, row: dict[str, str]) -> Engine:
+    """What its recipes set (NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs): graphs for
+    8B models, for NVFP4 and for mixtures on GB200 and GB300; a fused loss; expert messages beside
+    other micro-batches on H100 and B300; and since release 26.06 fused expert kernels."""
+    release = re.search(r"container (\d+\.\d+)", row["notes"])
+    recent = release is not None and float(release[1]) >= 26.06
+    mixture, on_grace = row["moe_experts"] not in ("", "0", "1"), row["gpu"].startswith("GB")
+    small, nvfp4 = float(row["params_b"] or 100) < 10, "NVFP4" in row["precision"]
+    return replace(
+        engine,
+        cuda_graphs=small or nvfp4 or (mixture and on_grace),
+        loss_bytes=2,
+        overlapped_experts=mixture and row["gpu"].startswith(("H100", "B300")),
+        fused_experts=mixture and recent and "regression" not in row["notes"],
+    )
+
+
+def _selective(text: str, mixture: bool) -> str:
+    """What a source's selective recomputation runs again; not said, what programs do first: light
+    operations of mixtures, attention of others."""
     if "per-op" in text:
         return "products"
-    return "light" if any(word in text for word in ("norm", "act,", "mlp", "Norm")) else "attention"
+    if "attn" in text or "attention" in text:
+        return "attention"
+    light = any(word in text for word in ("norm", "act", "Norm"))
+    return "light" if light or (mixture and not text) else "attention"
 
 
 # --- The layout.
 
 
 def _layouts(
-    row: dict[str, str], source: str, config: ModelConfig
+    row: dict[str, str], source: str, config: ModelConfig, mtp: bool
 ) -> tuple[tuple[Layout, ...], int]:
     gpus = _count(row, "n_gpus")
     tp, pp, cp = (_count(row, name, default=1) for name in ("tp", "pp", "cp"))
@@ -326,13 +391,14 @@ def _layouts(
     if tp * pp * cp * dp != gpus:
         raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
     ep = _count(row, "ep", default=1) if config.moe else 1
-    etp = _count(row, "etp", default=1 if ep > 1 else tp) if config.moe else 1
+    # Not said: Megatron's default, experts split like the other matrices, if EP leaves room.
+    etp = _count(row, "etp", default=tp if ep <= dp * cp else 1) if config.moe else 1
     if tp * cp * dp % (ep * (etp if etp in (1, tp) else 1)):
         raise UserError(f"ep {ep} x etp {etp} does not divide the {tp * cp * dp} GPUs of a stage")
     if pp > config.num_layers:
         raise UserError(f"pp {pp} is more than the {config.num_layers} layers")
     zero, replicas = _zero(row, source, dp * cp, gpus)
-    global_batch = _count(row, "global_batch", default=dp if source in ("INTERN",) else None)
+    global_batch = _count(row, "global_batch", default=_batch_not_given(row, source, dp, pp))
     a2a = "a2a" in row["cp_kind"] or "all-to-all" in row["cp_kind"]
     schedule = _schedule(row)
     chosen = []
@@ -357,9 +423,27 @@ def _layouts(
                         recompute=recompute,
                         recompute_layers=layers if layers < config.num_layers // (pp * vpp) else 0,
                         schedule=schedule,
+                        layers=_stages(config, pp * vpp) if mtp and pp > 1 else None,
                     )
                 )
     return tuple(chosen), global_batch
+
+
+def _batch_not_given(row: dict[str, str], source: str, dp: int, pp: int) -> int | None:
+    """InternEvo's table has one micro-batch. Memory needs only that the pipeline is full."""
+    if source == "INTERN":
+        return dp
+    if row["metric_name"] == "peak_memory":
+        return dp * _count(row, "micro_batch", default=1) * (4 * pp if pp > 1 else 1)
+    return None
+
+
+def _stages(config: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where the last one also has multi-token prediction: its module is a
+    layer and a second head, and heads stay in 16 bits."""
+    layer = layer_flops_per_token(config, config.layer_kinds[-1], 4096, causal=True)
+    head = 1.5 * head_flops_per_token(config) / layer
+    return split_layers(config.num_layers, stages, 0.5, 1 + 2 * head)
 
 
 def _zero(row: dict[str, str], source: str, replicas: int, gpus: int) -> tuple[int, int]:
@@ -372,7 +456,7 @@ def _zero(row: dict[str, str], source: str, replicas: int, gpus: int) -> tuple[i
     if "SHARD_GRAD" in text:
         return 2, 1
     if text.startswith("HSDP"):
-        return 3, max(1, replicas // int(row["gpus_per_node"] or 8))
+        return 3, max(1, replicas // _count(row, "gpus_per_node", default=8))
     if "FSDP" in text or "ZeRO-3" in text:
         return 3, groups
     if "ZeRO-0" in text or replicas == 1:
@@ -380,7 +464,7 @@ def _zero(row: dict[str, str], source: str, replicas: int, gpus: int) -> tuple[i
     if "ZeRO-1" in text or "distributed optimizer" in text:
         return 1, groups
     # Not said: Megatron-Core's recipes shard the optimizer; the programs of 2021 and 2022 did not.
-    return (0 if int(row["year"] or 2024) <= 2022 else 1), 1
+    return (0 if _count(row, "year", default=2024) <= 2022 else 1), 1
 
 
 def _recomputes(row: dict[str, str], layers: int) -> list[tuple[str, int]]:
@@ -388,12 +472,18 @@ def _recomputes(row: dict[str, str], layers: int) -> list[tuple[str, int]]:
     fits in memory."""
     text = row["recompute"]
     if text:
-        return [("selective" if text.startswith("selective") else text.split()[0], 0)]
+        mode = text.split()[0]
+        if mode not in ("none", "selective", "full"):
+            raise UserError(f"recompute {text!r} is not known")
+        return [(mode, 0)]
+    if row["gpu"].startswith("GB") and row["zero_stage_or_fsdp"].startswith("FSDP ("):
+        return [("none", 0)]  # keeps activations in host memory instead
     some = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < layers]
     return [("none", 0), ("selective", 0), *(("full", n) for n in some), ("full", 0)]
 
 
 def _chunks(row: dict[str, str], config: ModelConfig, pp: int) -> list[int]:
+    """Chunks a pipeline rank. Not said, and the schedule neither: the best, for runs were tuned."""
     if pp == 1:
         return [1]
     if row["vpp"].isdigit():
@@ -401,11 +491,11 @@ def _chunks(row: dict[str, str], config: ModelConfig, pp: int) -> list[int]:
     if row["vpp"] == "layers per stage":
         return [config.num_layers // pp]
     text = row["pipeline_schedule"].lower()
-    interleaved = "interleaved" in text or text == "1f1b-i"
-    if not interleaved:
+    if text and "interleaved" not in text and text != "1f1b-i":
         return [1]
     per_rank = config.num_layers // pp
-    return [v for v in range(2, per_rank + 1) if per_rank % v == 0] or [1]
+    chunks = [v for v in range(2, 13) if per_rank % v == 0] or [1]
+    return chunks if text else [1, *chunks]
 
 
 def _micro_batches(
@@ -437,26 +527,38 @@ def _schedule(row: dict[str, str]) -> str:
 
 def _step_s(row: dict[str, str], source: str, job: Job) -> float | None:
     metric, gpus = row["metric_name"], _count(row, "n_gpus")
-    value = _figure(row["metric_value"], metric or "metric_value")
     tokens = job.global_batch * job.sequence_length
     if metric == "step_time":
-        return value
+        return _figure(row["metric_value"], metric)
     if metric == "tokens_per_s_per_gpu":
-        return tokens / (value * gpus)
+        return tokens / (_figure(row["metric_value"], metric) * gpus)
+    if metric == "tokens_per_s":
+        return tokens / _figure(row["metric_value"], metric)
     if metric == "samples_per_s_per_gpu":
-        return job.global_batch / (value * gpus)
+        return job.global_batch / (_figure(row["metric_value"], metric) * gpus)
     if metric == "samples_per_s":
-        return job.global_batch / value
-    if metric in ("mfu", "model_tflops_per_gpu", "hardware_tflops_per_gpu"):
-        peak = job.cluster.device.peak_flops(job.cluster.device.half)
-        rate = value / 100 * peak if metric == "mfu" else value * 1e12
-        flops = flops_per_token(job.config, job.sequence_length, source not in FULL_ATTENTION)
-        if metric.startswith("hardware"):  # one more forward pass
-            flops = flops * 4 / 3
-        return tokens * flops / (rate * gpus)
+        return job.global_batch / _figure(row["metric_value"], metric)
+    if metric in ("mfu", "hfu", "model_tflops_per_gpu", "hardware_tflops_per_gpu"):
+        return tokens * _flops_per_token(row, source, job) / (_flops_per_s(row, job) * gpus)
     if row["also_step_time_s"]:
         return _figure(row["also_step_time_s"], "also_step_time_s")
     return None
+
+
+def _flops_per_s(row: dict[str, str], job: Job) -> float:
+    """Of a device; a utilisation is of its 16-bit peak."""
+    value = _figure(row["metric_value"], row["metric_name"])
+    if row["metric_name"] in ("mfu", "hfu"):
+        return value / 100 * job.cluster.device.peak_flops(job.cluster.device.half)
+    return value * 1e12
+
+
+def _flops_per_token(row: dict[str, str], source: str, job: Job) -> float:
+    """As the source counts them."""
+    flops = flops_per_token(job.config, job.sequence_length, source not in FULL_ATTENTION)
+    recomputed = row["metric_name"] in ("hfu", "hardware_tflops_per_gpu")
+    # One more forward pass, where all is recomputed.
+    return flops * 4 / 3 if recomputed and row["recompute"] != "none" else flops
 
 
 def _memory_bytes(row: dict[str, str], source: str) -> float | None:
@@ -469,18 +571,34 @@ def _memory_bytes(row: dict[str, str], source: str) -> float | None:
     return _figure(match[1], "also_peak_mem_gb") * unit
 
 
+MOST = {
+    "n_layers": 10_000,
+    "n_heads": 100_000,
+    "n_kv_heads": 100_000,
+    "moe_experts": 100_000,
+    "n_gpus": 10_000_000,
+}
+MOST_OF_ALL = 1_000_000_000
+"""What no number of a row that makes sense is above."""
+
+
 def _count(row: dict[str, str], name: str, default: int | None = None) -> int:
     """A number of things, 1 or more. Zero counts as not given."""
-    text = row[name].strip()
+    text = row[name].strip().replace(",", "")
     try:
         number = int(float(text or 0))
     except (ValueError, OverflowError):
         raise UserError(f"{name} {text!r} is no number") from None
-    if number < 0:
-        raise UserError(f"{name} is {number}, and must be 1 or more")
+    most = MOST.get(name, MOST_OF_ALL)
+    if not 0 <= number <= most:
+        raise UserError(f"{name} is {number:.6g}, and must be from 1 to {most}")
     if number == 0 and default is None:
         raise UserError(f"{name} is not given")
     return number or default or 0
+
+
+SMALLEST = 1e-9
+"""Of a step time, a rate or an amount of memory, in the units of the file."""
 
 
 def _figure(text: str, name: str) -> float:
@@ -489,6 +607,6 @@ def _figure(text: str, name: str) -> float:
         number = float(text)
     except ValueError:
         raise UserError(f"{name} {text!r} is no number") from None
-    if not 0 < number < float("inf"):
-        raise UserError(f"{name} is {text}, and must be above 0")
+    if not SMALLEST < number < 1 / SMALLEST:
+        raise UserError(f"{name} is {text}, which is no figure of a training step")
     return number

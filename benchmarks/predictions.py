@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
 from benchmarks.measurements import Case
+from fivefold.cluster.cluster import CONSTANTS
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
-from fivefold.cluster.cluster import CONSTANTS
-from fivefold.plan.job import Job
 from fivefold.plan.constants import Constants
+from fivefold.plan.job import Job
 from fivefold.plan.memory import estimate_memory
 from fivefold.plan.time import step_time, traffic
-
 
 ENTRIES = yaml.safe_load(CONSTANTS.read_text(encoding="utf-8"))
 """constants.yaml, whole."""
@@ -38,14 +37,16 @@ def choose(cases: Sequence[Case], values: dict[str, float] | None) -> list[Layou
     return chosen
 
 
-@lru_cache(maxsize=None)
+@cache
 def _least_recomputation(case: Case) -> list[Layout]:
     """Of the layouts that a row leaves open, those that fit with the least recomputation; those
     of the smallest micro-batch with the most recomputation where none fits."""
     if len(case.choices) == 1:
         return list(case.choices)
     memory = estimate_memory(case.job, Layouts.of(case.choices))
-    fits = memory.peak_bytes <= case.job.cluster.device.memory_bytes
+    # Runs that were published did fit, with whatever room for fragmentation was left.
+    needed = memory.peak_bytes - memory.kinds["overhead"]
+    fits = needed <= case.job.cluster.device.memory_bytes
     if not np.any(fits):
         smallest = min(choice.micro_batch for choice in case.choices)
         most = case.choices[-1].recompute
@@ -113,10 +114,8 @@ def constants(job: Job, values: dict[str, float] | None) -> Constants:
     own = Constants.of(job.cluster.device)
     if values is None:
         return own
-    architecture = ENTRIES["architectures"].get(job.cluster.device.key, "")
-    special = ENTRIES.get(architecture, {})
-    changed = {
-        name: values.get(f"{architecture}.{name}" if name in special else name)
-        for name in ENTRIES["default"]
-    }
+    owner = dict.fromkeys(ENTRIES["default"], "")
+    for architecture in ENTRIES["architectures"].get(job.cluster.device.key, ()):
+        owner |= dict.fromkeys(ENTRIES.get(architecture, ()), f"{architecture}.")
+    changed = {name: values.get(prefix + name) for name, prefix in owner.items()}
     return replace(own, **{name: value for name, value in changed.items() if value is not None})

@@ -32,7 +32,7 @@ NEARLY = 0.01
 
 @dataclass(frozen=True)
 class Sweep:
-    """Layouts of one job: (layout, measured seconds, predicted seconds), the measured best first."""
+    """Layouts of one job as (layout, measured s, predicted s), the measured best first."""
 
     name: str
     rows: tuple[tuple[str, float, float], ...]
@@ -63,8 +63,8 @@ def sweeps(scored: Sequence[Scored]) -> list[Sweep]:
         rows = [
             (
                 layout,
-                float(np.median([each.case.step_s for each in rows])),
-                float(np.median([each.step_s for each in rows])),
+                float(np.median([each.case.step_s or np.nan for each in rows])),
+                float(np.median([each.step_s or np.nan for each in rows])),
             )
             for layout, rows in layouts.items()
         ]

@@ -256,15 +256,14 @@ def sharpened(scored: Sequence[Scored]) -> dict[str, Any]:
         if len(layouts) < 2:
             continue
         errors = [float(np.mean(each)) for each in layouts.values()]
-        low, high = np.log(interval[program])
         mine, others = [], []
         for i, measured in enumerate(errors):
             known_step = sharpen([(float(np.exp(measured)), 1.0)])
             for other in (e for j, e in enumerate(errors) if j != i):
                 left = other - np.log(known_step.factor)
                 mine.append((abs(np.expm1(-other)), abs(np.expm1(-left))))
-                narrow = known_step.narrower
-                others.append(bool(narrow * low <= left <= narrow * high))
+                low, high = known_step.ratios(*interval[program])
+                others.append(low <= np.exp(other) <= high)
         before.append(float(np.median([b for b, _ in mine])))
         after.append(float(np.median([a for _, a in mine])))
         inside.append(float(np.mean(others)))

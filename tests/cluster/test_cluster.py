@@ -211,7 +211,11 @@ def test_constants_of_a_device_come_over_the_default_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "constants.yaml"
-    path.write_text("default: {a: {value: 1}, b: {value: 2}}\nh100: {b: {value: 3}}\n")
+    path.write_text(
+        "architectures: {h100: [hopper]}\n"
+        "default: {a: {value: 1}, b: {value: 2}}\n"
+        "hopper: {b: {value: 3}}\n"
+    )
     monkeypatch.setattr(module, "CONSTANTS", path)
     assert load_device("h100").constants == {"a": 1, "b": 3}
     assert load_device("a100-80gb").constants == {"a": 1, "b": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.model.config import ModelConfig, load_config, require_trainable
+from fivefold.model.presets import load_preset
 from fivefold.model.rope import rope_frequencies
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -63,7 +62,7 @@ def test_llama3_scaling_divides_the_pairs_that_turn_less_than_once() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
 def test_llama3_scaling_is_the_published_rule_by_wavelengths(name: str) -> None:
-    model = load_config(EXAMPLES / f"{name}.json")
+    model = load_preset(name)
     assert model.rope_scaling is not None
     factor, original = model.rope_scaling["factor"], 8192
     regimes = set()

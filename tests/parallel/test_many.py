@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,12 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.layout.ranks import dense_ranks
 from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.ledger import Transfer
-from fivefold.model.config import MLAConfig, ModelConfig, load_config
+from fivefold.model.config import MLAConfig, ModelConfig
+from fivefold.model.presets import load_preset
 from fivefold.parallel.cost import SPLIT_COSTS, ledger
 from fivefold.parallel.data.memory import StateBytes, after_step, before_last_backward
-from fivefold.parallel.work import ROLES, Work, rank_work, stage_work
+from fivefold.parallel.work import ROLES, Work, pipeline_work, rank_work, stage_work
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 SEQUENCE_LENGTH = 4096
 
 
@@ -35,7 +34,7 @@ def model(name: str) -> ModelConfig:
         moe = replace(config.moe, layers=(False, True) * (config.num_layers // 2))
         mla = MLAConfig(512, 128, 96, 32, 64)
         return replace(config, moe=moe, mla=mla, head_dim=128, mtp_layers=2)
-    return load_config(EXAMPLES / f"{name}.json")
+    return load_preset(name)
 
 
 MODELS = [
@@ -148,6 +147,23 @@ def test_a_rank_of_many_layouts_holds_what_it_holds_alone(name: str):
                 single = sum((bytes_of(chunk) for chunk in chunks), StateBytes(0, 0, 0))
                 for what in ("weights", "gradients", "optimizer"):
                     assert getattr(many, what)[index] == getattr(single, what), f"{role} {layout}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pp8 ga8", "pp4 vpp3 ga8 recompute=full:1", "tp2 pp4 layers=7,5,5,7", "pp4 schedule=dualpipe"],
+)
+def test_each_rank_of_a_pipeline_holds_what_its_chunks_hold(text: str):
+    config, layout = model("latent"), parse(text)
+    work = pipeline_work(config, layout, SEQUENCE_LENGTH, "bf16", mtp=True)
+    for number in range(layout.pp):
+        rank = int(dense_ranks(layout)[number].flat[0])
+        chunks = rank_work(config, layout, SEQUENCE_LENGTH, rank, "bf16", mtp=True)
+        assert work.count_layers()[number] == sum(chunk.count_layers() for chunk in chunks)
+        assert work.count_recomputed()[number] == sum(c.count_recomputed() for c in chunks)
+        assert work.first[number] == any(chunk.first for chunk in chunks)
+        assert work.last[number] == any(chunk.last for chunk in chunks)
+        assert work.sends_on[number] == sum(chunk.sends_on for chunk in chunks)
 
 
 def test_layers_are_counted_by_kind_and_so_are_those_recomputed():

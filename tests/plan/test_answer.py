@@ -12,6 +12,7 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import parse
 from fivefold.model.presets import preset_names
 from fivefold.plan.answer import answer, plan_file
+from fivefold.plan.intervals import sharpen
 from fivefold.plan.planfile import load, save
 from fivefold.plan.question import Options, ask
 
@@ -72,6 +73,7 @@ KEYS = {
         "tokens",
         "memory_limit_bytes",
         "measured",
+        "measured_factor",
     },
     "job.measured[]": {"layout", "step_time_s", "predicted_step_time_s", "ratio"},
     "search": {"layouts", "legal", "fit", "skipped", "seconds"},
@@ -226,14 +228,27 @@ def test_a_measured_step_scales_all_times_and_keeps_the_order():
     scaled = planned(model="llama-3.1-8b", gpus=16, measured=(f"{second['layout']}={seconds}s",))
     (measured,) = scaled["job"]["measured"]
     assert measured["ratio"] == pytest.approx(1.25)
+    factor = scaled["job"]["measured_factor"]
+    assert factor == sharpen([(1.25, 1.0)]).factor
     first = scaled["layouts"][0]
     assert first["layout"] == asked["layout"]
-    assert first["step_time_s"] == pytest.approx(1.25 * asked["step_time_s"])
-    assert first["mfu"] == pytest.approx(asked["mfu"] / 1.25)
+    assert first["step_time_s"] == pytest.approx(factor * asked["step_time_s"])
+    assert first["mfu"] == pytest.approx(asked["mfu"] / factor)
     assert sum(first["seconds"].values()) == pytest.approx(first["step_time_s"])
     for name in ("time_s", "exposed_s"):
-        assert first["ledger"][0][name] == pytest.approx(1.25 * asked["ledger"][0][name])
+        assert first["ledger"][0][name] == pytest.approx(factor * asked["ledger"][0][name])
     assert first["peak_memory_bytes"] == asked["peak_memory_bytes"]
+
+
+def test_a_measured_step_narrows_the_interval():
+    plain = planned(model="llama-3.1-8b", gpus=16)["layouts"][0]
+    line = f"{plain['layout']}={plain['step_time_s']}s"
+    sharp = planned(model="llama-3.1-8b", gpus=16, measured=(line,))["layouts"][0]
+    before, after = (
+        math.log(each["step_time_high_s"] / each["step_time_low_s"]) for each in (plain, sharp)
+    )
+    assert after < before
+    assert after == pytest.approx(sharpen([(1.0, 1.0)]).narrower * before)
 
 
 # --- one layout ----------------------------------------------------------------------------------

@@ -126,11 +126,15 @@ def answer(**changes: Any) -> dict[str, Any]:
                     "ratio": 1.1625,
                 }
             ],
+            "measured_factor": 1.08,
         },
         "search": {"layouts": 1000, "legal": 500, "fit": 100, "seconds": 0.123, "skipped": 7},
         "layouts": [layout(), layout("tp4 sp pp4 dp4", step_time_s=8.1, verdict="tight")],
         "best_found": None,
-        "order": {"text": "From the inner tier out: SP > DP > PP, not the usual."},
+        "order": {
+            "tiers": {"tp": "nvlink", "sp": "nvlink", "dp": "network", "pp": "network"},
+            "text": "From the inner tier out: SP > DP > PP, not the usual.",
+        },
         "neighbours": [
             neighbour("tp / 2", "no"),
             neighbour("tp x 2", "illegal", reason="tp 16 does not divide 8 heads"),
@@ -163,6 +167,7 @@ def test_the_report_fits_in_100_columns_and_has_every_part():
         "8 over nvlink at 450 GB/s, then 64 over network at 50 GB/s",
         "1,000 layouts, 500 legal, 7 ruled out by a bound, 100 seen to fit; 0.12 s",
         "measured tp8: 9.30 s, predicted 8.00 s",
+        "all times are predicted 1.080 x as long",
         "its limit is 80.0",
         "MFU counts causal attention",
         "the first has 45.5%",
@@ -213,13 +218,21 @@ def test_of_many_stages_the_ends_and_the_worst_are_shown():
 
 
 def test_traffic_is_shown_by_split_with_shares_largest_first():
-    text = printed(traffic_table(layout()))
+    text = printed(traffic_table(layout(), answer()["order"]))
     assert line_with(text, "SP", "all-gather") == (
         "SP all-gather, forward 8 96.0 GB 96.0% nvlink 1.00 s 500 ms"
     )
-    totals = [line.split()[0] for line in text.splitlines() if "in all" in line]
-    assert totals == ["SP", "DP", "PP"]
     assert line_with(text, "DP", "in all") == "DP in all 3.00 GB 3.0% network 500 ms 250 ms"
+
+
+def test_in_the_sums_what_is_gathered_inside_a_tp_group_counts_as_tp():
+    ring = ledger_row("sp", "send", 20 * GIGA)
+    rows = [*layout()["ledger"], ring, ledger_row("ep", "all_gather", 1 * GIGA)]
+    text = printed(traffic_table(layout(ledger=rows), answer()["order"]))
+    totals = [line.split()[0] for line in text.splitlines() if "in all" in line]
+    assert totals == ["TP", "SP", "DP", "PP"]
+    assert "97.0 GB" in line_with(text, "TP", "in all")
+    assert "20.0 GB" in line_with(text, "SP", "in all")
 
 
 def test_a_neighbour_costs_a_ratio_or_does_not_fit_or_is_illegal():

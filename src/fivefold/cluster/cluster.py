@@ -254,9 +254,11 @@ def _flops(data: Any, where: str) -> dict[str, float]:
 
 
 def _constants(key: str) -> dict[str, float]:
-    """The planner's constants for a device: those of `default`, and over them its architecture's."""
+    """The planner's constants of a device: the default ones, its architectures' over them."""
     data = _read(CONSTANTS)
-    entries = {**data["default"], **data.get(data["architectures"].get(key), {})}
+    entries = dict(data["default"])
+    for architecture in data["architectures"].get(key, ()):
+        entries |= data.get(architecture, {})
     return {name: entry["value"] for name, entry in entries.items()}
 
 

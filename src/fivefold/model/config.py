@@ -46,6 +46,8 @@ class MoEConfig:
     layers: tuple[bool, ...]  # for each layer of the model: is its MLP a mixture?
     router_bias: bool = False  # one number an expert: a bias, or what DeepSeek-V3 selects by
     expert_bias: bool = False  # biases of each expert's three projections
+    groups: int = 1  # into which the experts fall; a token goes to experts of a few groups only:
+    groups_per_token: int = 0  # 0: of any group
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:

@@ -520,7 +520,8 @@ def _read_routed_experts(keys: Keys, *, router_bias: bool) -> MoEConfig | None:
     num_layers, width = keys.count("num_hidden_layers"), keys.count("moe_intermediate_size")
     first = keys.count("first_k_dense_replace", zero_allowed=True)
     step = keys.count("moe_layer_freq", 1)
-    keys.pass_over("n_group", "routed_scaling_factor", "scoring_func", "topk_group")
+    keys.pass_over("routed_scaling_factor", "scoring_func")
+    groups, per_token = keys.count("n_group", 1), keys.count("topk_group", 1)
     layers = tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
     experts, top_k = keys.count("n_routed_experts"), keys.count("num_experts_per_tok")
     shared = keys.count("n_shared_experts", zero_allowed=True)
@@ -537,6 +538,8 @@ def _read_routed_experts(keys: Keys, *, router_bias: bool) -> MoEConfig | None:
         norm_topk_prob=norm_topk_prob,
         aux_loss_coef=aux_loss_coef,
         layers=layers,
+        groups=groups,
+        groups_per_token=per_token if groups > 1 else 0,
         router_bias=router_bias,
     )
 

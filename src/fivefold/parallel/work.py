@@ -249,14 +249,42 @@ def stage_work(
     # Few pipelines differ, however many layouts there are: what the chunks hold is counted once
     # for each of them.
     pipelines, number = _pipelines(layouts)
-    rank = role_rank(config, pipelines, role)
+    held = _held(config, pipelines, role_rank(config, pipelines, role), mtp)
+    held = {name: np.asarray(count)[number] for name, count in held.items()}
+    return _work_of(config, layouts, sequence_length, precision, held, mtp, flat)
+
+
+def pipeline_work(
+    config: ModelConfig, layout: Layout, sequence_length: int, precision: str, mtp: bool = False
+) -> Work:
+    """All chunks of each pipeline rank of one layout together: arrays [pp], from rank 0 on."""
+    ranks = Layouts.of([layout]).take(np.zeros(layout.pp, np.int64))
+    held = _held(config, ranks, np.arange(layout.pp), mtp)
+    return _work_of(config, ranks, sequence_length, precision, held, mtp)
+
+
+def _held(
+    config: ModelConfig, layouts: Layouts, rank: NDArray[np.int64], mtp: bool
+) -> dict[Any, NDArray[Any]]:
+    """The counts of all chunks of one pipeline rank of each layout."""
     sums: dict[Any, Any] = {}
-    for chunk in range(int(chunks_a_rank(pipelines).max(initial=1))):
-        exists = chunk < chunks_a_rank(pipelines)
-        counts = _chunk_counts(config, pipelines, chunk_stage(pipelines, rank, chunk), mtp)
+    for chunk in range(int(chunks_a_rank(layouts).max(initial=1))):
+        exists = chunk < chunks_a_rank(layouts)
+        counts = _chunk_counts(config, layouts, chunk_stage(layouts, rank, chunk), mtp)
         for name, count in counts.items():
             sums[name] = sums.get(name, 0) + count * exists
-    held = {name: np.asarray(count)[number] for name, count in sums.items()}
+    return sums
+
+
+def _work_of(
+    config: ModelConfig,
+    layouts: Layouts,
+    sequence_length: int,
+    precision: str,
+    held: dict[Any, NDArray[Any]],
+    mtp: bool,
+    flat: bool = False,
+) -> Work:
     kinds = [name[1] for name in held if name[0] == "layers"]
     return Work(
         config=config,
@@ -287,7 +315,7 @@ def role_rank(config: ModelConfig, layout: Degrees, role: str) -> Any:
     leading = next((i for i in range(config.num_layers) if config.is_moe(i)), 0)
     rank = np.minimum(1, layout.pp - 1)
     for _ in range(leading):  # a stage has a layer or more
-        begin, _ = split_layers_many(config.num_layers, layout.stages, rank)
+        begin, _ = _layer_range(config, layout, rank)
         rank = rank + ((begin < leading) & (rank < layout.pp - 2))
     return rank
 
@@ -307,11 +335,7 @@ def _chunk_counts(
     config: ModelConfig, layouts: Layouts, stage: NDArray[np.int64], mtp: bool
 ) -> dict[Any, Any]:
     """What virtual stage `stage` of each layout adds to the counts of its rank."""
-    if layouts.layers is None:
-        begin, end = split_layers_many(config.num_layers, layouts.stages, stage)
-    else:
-        ends = np.cumsum(layouts.layers)
-        begin, end = ends[stage] - np.asarray(layouts.layers)[stage], ends[stage]
+    begin, end = _layer_range(config, layouts, stage)
     first, last = stage == 0, stage == layouts.stages - 1
     layers, recomputed = _count_kinds(config, layouts, begin, end, last if mtp else None)
     sends_on, sends_back = _sends(layouts, stage)
@@ -323,6 +347,16 @@ def _chunk_counts(
         **{("layers", kind): count for kind, count in layers},
         **{("recomputed", kind): n for (kind, _), n in zip(layers, recomputed, strict=True)},
     }
+
+
+def _layer_range(config: ModelConfig, layout: Degrees, stage: Any) -> tuple[Any, Any]:
+    """The layers first to end - 1 of a virtual stage, elementwise."""
+    if layout.layers is None:
+        return split_layers_many(config.num_layers, layout.stages, stage)
+    ends = np.cumsum([0, *layout.layers])
+    # A chunk that a rank does not have may be asked about too.
+    stage = np.minimum(stage, len(layout.layers) - 1)
+    return ends[stage], ends[stage + 1]
 
 
 def _sends(layout: Degrees, stage: Any) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ seconds that the search took). Counts of bytes are of one device.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.plan import explain
 from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.explain import gb
+from fivefold.plan.intervals import Sharpened, sharpen
 from fivefold.plan.job import Job
 from fivefold.plan.question import Question
 from fivefold.plan.search import Wishes, limit_bytes, search
@@ -38,16 +38,22 @@ def answer(question: Question) -> Answer:
     if question.layout is not None:
         _refuse_illegal(job, question.layout)
     found = search(job, wishes)
-    measured, factor = _measured(question)
-    best = [_scaled(each, factor) for each in found.best]
+    measured, sharpened = _measured(question)
+    factor = sharpened.factor
+    best = [_scaled(_job_of(question, each.layout), each, sharpened) for each in found.best]
     chosen = best
     if question.layout is not None:
-        chosen = [_scaled(estimate(job, question.layout), factor)]
+        chosen = [_scaled(job, estimate(job, question.layout), sharpened)]
     limit = _limit(question, best)
     result: Answer = {
         "model": _model(question),
         "cluster": _cluster(job.cluster),
-        "job": {**_job(question), "memory_limit_bytes": limit, "measured": measured},
+        "job": {
+            **_job(question),
+            "memory_limit_bytes": limit,
+            "measured": measured,
+            "measured_factor": factor,
+        },
         "search": {
             "layouts": found.counted,
             "legal": found.legal,
@@ -191,10 +197,10 @@ def _job(question: Question) -> Answer:
 # What was measured
 
 
-def _measured(question: Question) -> tuple[list[Answer], float]:
-    """The steps that were measured beside their prediction, and what all times are scaled by: the
-    geometric mean of measured over predicted. A factor that all layouts share, such as clocks or a
-    network below its data sheet, is then out of the way; their order stays."""
+def _measured(question: Question) -> tuple[list[Answer], Sharpened]:
+    """The steps that were measured beside their prediction, and what they say of all times. What
+    all layouts share, such as clocks or a network below its data sheet, is then out of the way;
+    their order stays."""
     rows: list[Answer] = []
     for layout, measured_s in question.measured:
         _refuse_illegal(question.job, layout)
@@ -207,19 +213,19 @@ def _measured(question: Question) -> tuple[list[Answer], float]:
                 "ratio": measured_s / predicted_s,
             }
         )
-    logs = [math.log(row["ratio"]) for row in rows]
-    return rows, math.exp(sum(logs) / len(logs)) if logs else 1.0
+    return rows, sharpen([(row["step_time_s"], row["predicted_step_time_s"]) for row in rows])
 
 
-def _scaled(each: Estimate, factor: float) -> Estimate:
-    """The estimate with all its seconds times `factor`."""
-    if factor == 1:
-        return each
-    times = ("step_time_s", "step_time_low_s", "step_time_high_s")
+def _scaled(job: Job, each: Estimate, sharpened: Sharpened) -> Estimate:
+    """The estimate with all its seconds times a factor, and its interval narrower."""
+    factor = sharpened.factor
+    low, high = sharpened.interval(job, each.layout, each.step_time_s)
     rates = ("tokens_per_s_per_device", "model_flops_per_s_per_device", "mfu", "mfu_full_attention")
     return replace(
         each,
-        **{name: getattr(each, name) * factor for name in times},
+        step_time_s=each.step_time_s * factor,
+        step_time_low_s=low,
+        step_time_high_s=high,
         **{name: getattr(each, name) / factor for name in rates},
         seconds={name: seconds * factor for name, seconds in each.seconds.items()},
         stages=[

@@ -28,7 +28,7 @@ from fivefold.plan.operations import (
     head_operations,
 )
 from fivefold.plan.pipeline import pipeline_step_s
-from fivefold.plan.time import estimate_time
+from fivefold.plan.time import estimate_time, whole_step_s
 
 LAYER_DEGREES = ("tp", "sp", "cp", "ep", "etp", "micro_batch")
 MANY_MICRO_BATCHES = 2**20
@@ -116,20 +116,13 @@ class Bound:
             backward = backward + count * _at(layer.backward, number)
             backward = backward + recomputed / work.chunks * _at(layer.again, number)
             weight_gradient = weight_gradient + count * _at(layer.weight_gradient, number)
-        for outside, here in ((self.embedding, work.first), (self.head, work.last)):
+        # Of two ranks the second is the middle one too, but no stage between has the head.
+        ends = ((self.embedding, work.first), (self.head, work.last)) if role != "middle" else ()
+        for outside, here in ends:
             forward = forward + here * _at(outside.forward, number)
             backward = backward + here * _at(outside.backward, number)
             weight_gradient = weight_gradient + here * _at(outside.weight_gradient, number)
         return [forward, backward, weight_gradient]
-
-
-def whole_step_s(
-    job: Job, layouts: Layouts, constants: Constants, inside: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """A step with the seconds `inside` of it, as `estimate_time` sums them: with what the slowest
-    of many nodes adds, and what is once a step."""
-    nodes = np.maximum(layouts.world_size / job.cluster.tier_sizes[0], 1.0)
-    return inside * (1 + constants.straggler * np.log2(nodes)) + constants.step_s
 
 
 def _at(values: Any, number: NDArray[np.int64]) -> Any:

@@ -9,7 +9,7 @@ elementwise over arrays of layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,13 @@ from fivefold.plan.operations import Attention, Numbers, Operations, Product
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """The usual tile of a large product."""
 ALIGNED = 64
-"""Elements of a row that the fastest kernels load at once: 128 bytes of 16 bits (the same guide)."""
+"""Elements of a row that the fastest kernels load at once: 128 bytes of 16 bits (same guide)."""
+NARROW = 52
+"""How much slower attention is with narrow heads: FlashAttention-3 reaches 497 TFLOP/s with 64
+elements and 640 with 128, forward and causal (arXiv:2407.08608, figure 5)."""
+ATTENTION_BACKWARD = 0.75
+"""Speed of attention's backward pass over that of its forward pass (about 480 of 640 TFLOP/s with
+FlashAttention-3 on long sequences, arXiv:2407.08608, figures 5 and 6)."""
 LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 
 
@@ -47,24 +53,40 @@ def seconds(job: Job, constants: Constants, operations: Operations) -> Seconds:
     products = [product_s(job, constants, p) for p in operations.products]
     forward_products = sum(products, 0.0)
     split = sum((s for s, p in zip(products, operations.products, strict=True) if p.split), 0.0)
+    input_products = sum(
+        (product_s(job, constants, _for_input(p)) for p in operations.products), 0.0
+    )
+    weight_products = sum(
+        (product_s(job, constants, _for_weight(p)) for p in operations.products), 0.0
+    )
     attention_forward, attention_backward = _attention_s(job, constants, operations.attention)
     light = _light_s(job, constants, operations.moved)
     quantize = sum((_quantize_s(job, constants, p) for p in operations.products), 0.0)
     accumulate = sum((_accumulate_s(job, constants, p) for p in operations.products), 0.0)
     launch = 0.0 if job.engine.cuda_graphs else operations.kernels * constants.launch_s
     forward = np.maximum(forward_products + attention_forward + light + quantize, launch)
-    input_gradient = forward_products + attention_backward + constants.light_backward * light
+    input_gradient = input_products + attention_backward + constants.light_backward * light
     input_gradient = np.maximum(input_gradient + quantize, launch)
     return Seconds(
         forward=forward,
         input_gradient=input_gradient,
-        weight_gradient=forward_products + accumulate,
+        weight_gradient=weight_products + accumulate,
         attention_forward=attention_forward,
         attention_backward=attention_backward,
         products=forward_products,
         split_products=split,
         light=light,
     )
+
+
+def _for_input(p: Product) -> Product:
+    """The product for the input's gradient: [m, n] x [n, k]."""
+    return replace(p, n=p.k, k=p.n)
+
+
+def _for_weight(p: Product) -> Product:
+    """The product for the weight's gradient: [n, m] x [m, k]."""
+    return replace(p, m=p.n, n=p.k, k=p.m)
 
 
 def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
@@ -75,9 +97,10 @@ def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
     peak = constants.product_flops(device, precision)
     grouped = np.where(np.asarray(product.groups) > 1, constants.grouped, 1.0)
     rows = np.ceil(product.m / TILE_ROWS) * TILE_ROWS
-    tiles = product.groups * rows * product.n / (TILE_ROWS * TILE_COLUMNS)
-    waves = tiles / constants.processors
-    losses = (1 + constants.wave_loss / waves) * (1 + constants.depth_loss / product.k)
+    # Grouped products run one after the other, unless one kernel has the tiles of all.
+    together = product.groups if job.engine.fused_experts else 1.0
+    waves = together * rows * product.n / (TILE_ROWS * TILE_COLUMNS) / constants.processors
+    losses = 1 + constants.wave_loss / waves
     if product.name != "head":  # vocabularies are padded
         aligned = (product.n % ALIGNED == 0) & (product.k % ALIGNED == 0)
         losses = losses * np.where(aligned, 1.0, 1 + constants.misaligned_loss)
@@ -92,7 +115,7 @@ def _accumulate_s(job: Job, constants: Constants, product: Product) -> Numbers:
     """A weight's gradient is added to what is there: read and written once a micro-batch, after
     the product's last tile."""
     elements = product.groups * product.n * product.k
-    moved = 2.0 * job.engine.gradient_bytes * elements
+    moved = 2.0 * min(job.engine.gradient_bytes, 4) * elements
     return moved / (job.cluster.device.memory_bandwidth * constants.memory)
 
 
@@ -104,13 +127,11 @@ def _attention_s(job: Job, constants: Constants, attention: Attention | None):
     device = job.cluster.device
     peak = device.peak_flops(device.half)
     if job.engine.flash_attention:
-        # Short sequences do not fill the pipelines of the kernel.
-        losses = 1 + constants.attention_length / attention.keys
+        losses = (1 + NARROW / attention.qk_dim) / (1 + NARROW / 128)
         if not job.engine.tuned_attention:
             losses = losses / constants.portable_attention
-        forward = attention.flops * losses / (peak * constants.attention_forward)
-        backward = 2.5 * attention.flops * losses / (peak * constants.attention_backward)
-        return forward, backward
+        forward = attention.flops * losses / (peak * constants.attention)
+        return forward, 2.5 * forward / ATTENTION_BACKWARD
     # Separate kernels: two products over all scores, masked or not, and passes over the scores.
     scores = attention.tokens * attention.sequence * attention.heads
     flops = 2.0 * scores * (attention.qk_dim + attention.v_dim)
@@ -130,6 +151,8 @@ def _quantize_s(job: Job, constants: Constants, product: Product) -> Numbers:
     """A product's input is read once and written in low precision twice: as it is for this
     product, and transposed for the weight's gradient."""
     if not product.quantized or job.precision not in LOW_PRECISION_BYTES:
+        return 0.0
+    if job.engine.fused_experts and product.name.startswith("experts"):
         return 0.0
     low = LOW_PRECISION_BYTES[job.precision]
     moved = product.groups * product.m * product.k * (2.0 + 2 * low)

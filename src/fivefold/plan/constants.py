@@ -21,17 +21,14 @@ class Constants:
     """Shares are of the data sheet's number unless said otherwise; meanings in constants.yaml."""
 
     processors: float  # multiprocessors (compute units), which work off tiles in waves
-    sustained: float  # speed of large bf16 products in training, over the best measured one
+    sustained: float  # speed that ever larger bf16 products approach, over the best measured one
     sustained_fp8: float  # the same for fp8 products
     sustained_fp4: float  # the same for fp4 products
     wave_loss: float  # waves lost to a last one that is partly filled
-    depth_loss: float  # inner dimension of a product at which half of its time is lost
     misaligned_loss: float  # time lost by a product whose rows are no multiple of 128 bytes
     grouped: float  # speed of grouped products, over one product of their shapes
-    attention_forward: float  # of bf16 peak, causal FlashAttention on long sequences
-    attention_backward: float
+    attention: float  # of bf16 peak, causal FlashAttention on long sequences
     portable_attention: float  # speed of FlashAttention-2 over the device's fastest kernel
-    attention_length: float  # visible keys at which half of the time of attention is lost
     unfused_attention: float  # of bf16 peak, batched products over the scores
     score_passes: float  # passes over the scores by unfused attention, forward or backward
     memory: float  # of memory bandwidth

@@ -46,6 +46,10 @@ MAX_VPP = 12
 UNEVEN_LAYERS = 3
 """Layers by which the chunks of an interleaved pipeline may fall short of equal ones: as much as
 the embedding, the head and a multi-token-prediction module weigh, about a layer each."""
+SHARED_OUT = {"dp", "edp", "ulysses", "ring", "micro_batch"}
+"""Fields by which a user says how sequences are shared out. Where none of them is fixed or
+forbidden, n sequences over n context-parallel ranks are not tried: one sequence on each of n
+data-parallel ranks is as much work, and less traffic."""
 RECOMPUTED_SHARES = (0.25, 0.5, 0.75)
 """Of the layers of a virtual stage, those that recompute=full:N recomputes."""
 
@@ -144,7 +148,7 @@ def _forbidden_by(token: str) -> tuple[str, frozenset[Any] | None]:
     name = FIELDS.get(token, token)
     if name == "sp":
         return "sp", frozenset({True})
-    if name in NEUTRAL and name not in ("schedule", "order", "layers"):
+    if name in NEUTRAL and name not in ("schedule", "order"):
         return name, None
     if token == "recompute=full":
         return "recompute", frozenset({"full"})
@@ -263,6 +267,8 @@ def with_micro_batches(
     if "micro_batch" not in choices.fixed:
         tokens = sizes * (job.sequence_length // layouts.cp)[:, None]
         works &= (sizes == 1) | (tokens <= MAX_TOKENS)
+    if not SHARED_OUT & (choices.fixed.keys() | choices.forbidden.keys()):
+        works &= np.gcd(sizes, layouts.cp[:, None]) == 1
     layouts = _spread(layouts, works, micro_batch=sizes, accumulation=share[:, None] // sizes)
     return layouts.take(legal(layouts, job.config, job.sequence_length)), len(layouts)
 

@@ -25,13 +25,13 @@ from fivefold.model.counts import flops_per_token
 from fivefold.parallel.pipeline import schedules
 from fivefold.parallel.work import ROLES, role_rank
 from fivefold.plan import compute
-from fivefold.plan.bound import whole_step_s
 from fivefold.plan.constants import Constants
+from fivefold.plan.intervals import memory_interval, step_interval
 from fivefold.plan.job import Job
 from fivefold.plan.memory import KINDS, stage_memory, verdict
 from fivefold.plan.operations import layer_operations
 from fivefold.plan.placement import members
-from fivefold.plan.time import Rank, Row, Time, estimate_time
+from fivefold.plan.time import Rank, Row, Time, estimate_time, whole_step_s
 
 SIMULATED_ROUNDS = 3
 """Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last."""
@@ -143,19 +143,21 @@ def estimate(job: Job, layout: Layout, simulated: Simulated | None = None) -> Es
     peak_flops = job.cluster.device.peak_flops(job.precision)
     seconds = _seconds(simulated, role)
     ledger = list(_ledger(job, layout, simulated, role))
+    step_low, step_high = step_interval(job, layout, step)
+    memory_low, memory_high = memory_interval(job, layout, totals[worst])
     return Estimate(
         layout=layout,
         step_time_s=step,
-        step_time_low_s=step,
-        step_time_high_s=step,
+        step_time_low_s=step_low,
+        step_time_high_s=step_high,
         tokens_per_s_per_device=tokens,
         model_flops_per_s_per_device=causal * tokens,
         mfu=causal * tokens / peak_flops,
         mfu_full_attention=full * tokens / peak_flops,
         bubble_fraction=seconds["bubble"] / step,
         peak_memory_bytes=totals[worst],
-        peak_memory_low_bytes=totals[worst],
-        peak_memory_high_bytes=totals[worst],
+        peak_memory_low_bytes=memory_low,
+        peak_memory_high_bytes=memory_high,
         worst_stage=worst,
         verdict=str(verdict(totals[worst], job.cluster.device.memory_bytes)),
         memory_bytes={kind: memory[worst][kind] for kind in KINDS},
@@ -203,9 +205,8 @@ class Stages:
 
     def __init__(self, job: Job, layout: Layout, constants: Constants, time: Time) -> None:
         self.job, self.layout, self.time, self.constants = job, layout, time, constants
-        self.layers = stage_ranges(
-            layout.layers or split_layers(job.config.num_layers, layout.stages)
-        )
+        self.counts = layout.layers or split_layers(job.config.num_layers, layout.stages)
+        self.layers = stage_ranges(self.counts)
         self.layer_compute = self._layer_compute()
         ranks = range(layout.pp)
         self.compute = {
@@ -215,6 +216,10 @@ class Stages:
     def rank_of(self, role: str) -> int:
         """The pipeline rank that stands for a role."""
         return int(role_rank(self.job.config, self.layout, role))
+
+    def rank_counts(self, rank: int) -> list[int]:
+        """The layers of each chunk of a pipeline rank."""
+        return [self.counts[stage] for stage in rank_stages(self.layout, rank)]
 
     def role_of(self, rank: int) -> str:
         if rank == 0:
@@ -291,6 +296,10 @@ class Stages:
                 seconds[chunk] = f + share * outside.forward, b + share * outside.backward
         return seconds
 
+    def rank_s(self, rank: int) -> float:
+        """Seconds of one micro-batch on all chunks of a rank, both passes."""
+        return sum(map(sum, self.chunk_s(rank)))
+
     def pipeline_s(self, once: float) -> float:
         """Seconds from the first forward to the last backward."""
         layout = self.layout
@@ -326,7 +335,7 @@ class Stages:
     def described(self, rank: int, memory: dict[str, float]) -> dict[str, Any]:
         chunks = self.chunk_s(rank)
         return {
-            "layers": [len(self.layers[stage]) for stage in rank_stages(self.layout, rank)],
+            "layers": self.rank_counts(rank),
             "memory_bytes": {kind: memory[kind] for kind in KINDS},
             "in_flight": memory["in_flight"],
             "forward_s": sum(forward for forward, _ in chunks),

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.layout.legality import violations
 from fivefold.layout.many import Layouts
@@ -42,15 +43,22 @@ class Outcome:
 
 def outcomes(job: Job, layouts: Sequence[Layout]) -> list[Outcome]:
     """Step time and memory of legal layouts, in their order."""
-    constants = Constants.of(job.cluster.device)
-    result: list[Outcome | None] = [None] * len(layouts)
+    peaks = np.zeros(len(layouts))
     for alike in _same_order(layouts):
         many = Layouts.of([layouts[i] for i in alike])
-        steps = np.asarray(estimate_time(job, many, constants).step)
-        peaks = np.asarray(estimate_memory(job, many).peak_bytes)
-        for i, step, peak in zip(alike, steps, peaks, strict=True):
-            result[i] = Outcome(float(step), float(peak))
-    return [each for each in result if each is not None]
+        peaks[alike] = estimate_memory(job, many).peak_bytes
+    steps = _step_times(job, layouts)
+    return [Outcome(float(step), float(peak)) for step, peak in zip(steps, peaks, strict=True)]
+
+
+def _step_times(job: Job, layouts: Sequence[Layout]) -> NDArray[np.float64]:
+    """Seconds of legal layouts, in their order."""
+    constants = Constants.of(job.cluster.device)
+    steps = np.zeros(len(layouts))
+    for alike in _same_order(layouts):
+        many = Layouts.of([layouts[i] for i in alike])
+        steps[alike] = estimate_time(job, many, constants).step
+    return steps
 
 
 def _same_order(layouts: Sequence[Layout]) -> list[list[int]]:
@@ -68,9 +76,10 @@ def refit(job: Job, layout: Layout, **changes: Any) -> Layout:
     """The layout with other degrees, dp taking up the devices and accumulation the batch.
 
     What the change leaves without a meaning is dropped: sp without tp, chunks without a
-    pipeline, ZeRO with nothing to shard over. The result may still be illegal.
+    pipeline, ZeRO with nothing to shard over, the layers listed for other stages. The result may
+    still be illegal.
     """
-    new = replace(layout, layers=None, **changes)
+    new = replace(layout, **changes)
     if new.tp == 1:
         new = replace(new, sp=False)
     if layout.etp > 1:
@@ -87,6 +96,8 @@ def refit(job: Job, layout: Layout, **changes: Any) -> Layout:
     new = replace(new, accumulation=max(1, job.global_batch // (new.dp * new.micro_batch)))
     if new.schedule == "1f1b" and "vpp" not in changes:
         new = replace(new, vpp=_chunks_that_work(job, new))
+    if new.stages != layout.stages:
+        new = replace(new, layers=None)
     return new
 
 
@@ -353,7 +364,7 @@ def found_order(ledger: Iterable[Any], tier_names: Sequence[str]) -> Order:
     tiers: dict[str, str] = {}
     sent: dict[str, float] = {}
     for row in ledger:
-        split = _split_of(row)
+        split = counts_as(row.split, row.op)
         if split not in USUAL_ORDER or not row.wire_bytes:
             continue
         sent[split] = sent.get(split, 0.0) + row.wire_bytes
@@ -364,11 +375,12 @@ def found_order(ledger: Iterable[Any], tier_names: Sequence[str]) -> Order:
     return Order(splits, tiers, sent, splits == usual, _order_text(splits, usual, tiers, sent))
 
 
-def _split_of(row: Any) -> str:
-    """Whose traffic a row is. What is gathered and scattered inside a TP group counts as TP: with
-    megatron SP its messages are cut in two, with EP the tokens that one of its ranks received."""
-    in_tp_group = row.split in ("sp", "ep") and row.op in ("all_gather", "reduce_scatter")
-    return "tp" if in_tp_group else row.split
+def counts_as(split: str, op: str) -> str:
+    """Whose traffic a row of the ledger is. What is gathered and scattered inside a TP group counts
+    as TP: with megatron SP its messages are cut in two, with EP the tokens that one of its ranks
+    received."""
+    in_tp_group = split in ("sp", "ep") and op in ("all_gather", "reduce_scatter")
+    return "tp" if in_tp_group else split
 
 
 def _order_text(
@@ -447,9 +459,9 @@ def _faster_tier(job: Job, fitting: Sequence[Layout], now_s: float, index: int) 
     system = list(job.cluster.system)
     tier = system[index]
     system[index] = replace(tier, bandwidth=2 * tier.bandwidth)
-    then = outcomes(replace(job, cluster=replace(job.cluster, system=tuple(system))), fitting)
-    best = min(range(len(fitting)), key=lambda i: then[i].step_time_s)
-    ratio = then[best].step_time_s / now_s
+    then = _step_times(replace(job, cluster=replace(job.cluster, system=tuple(system))), fitting)
+    best = int(then.argmin())
+    ratio = float(then[best]) / now_s
     if abs(ratio - 1) < NOTICEABLE:
         return
     other = "" if best == 0 else f", with {fitting[best]}"

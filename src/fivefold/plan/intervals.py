@@ -63,13 +63,20 @@ class Sharpened:
     """What steps that were measured say of the other layouts of the same job."""
 
     factor: float  # what predicted steps are multiplied by
+    kept: float  # share of the shared error that is still unknown, and with it of the usual bias
     narrower: float  # width of the interval over the one without a measurement, on a log scale
 
     def interval(self, job: Job, layout: Layout, step_s: float) -> Interval:
         """Seconds between which the step lies; `step_s` as predicted, without the factor."""
         low, high = step_interval(job, layout, step_s)
-        scaled = self.factor * step_s
-        return scaled * (low / step_s) ** self.narrower, scaled * (high / step_s) ** self.narrower
+        low, high = self.ratios(low / step_s, high / step_s)
+        return step_s * low, step_s * high
+
+    def ratios(self, low: float, high: float) -> Interval:
+        """Measured over predicted, lowest and highest, from those without a measurement."""
+        middle, half = (log(low) + log(high)) / 2, (log(high) - log(low)) / 2
+        middle, half = self.kept * middle, self.narrower * half
+        return self.factor * exp(middle - half), self.factor * exp(middle + half)
 
 
 def sharpen(measured: Sequence[tuple[float, float]]) -> Sharpened:
@@ -82,10 +89,10 @@ def sharpen(measured: Sequence[tuple[float, float]]) -> Sharpened:
     layout's own.
     """
     if not measured:
-        return Sharpened(1.0, 1.0)
+        return Sharpened(1.0, 1.0, 1.0)
     spread = errors()["step_time"]
     shared, own, k = spread["shared"] ** 2, spread["own"] ** 2, len(measured)
     trusted = k * shared / (k * shared + own)
     mean = sum(log(seconds / predicted) for seconds, predicted in measured) / k
     left = shared * (1 - trusted) + own
-    return Sharpened(exp(trusted * mean), (left / (shared + own)) ** 0.5)
+    return Sharpened(exp(trusted * mean), 1 - trusted, (left / (shared + own)) ** 0.5)

@@ -24,9 +24,11 @@ class Engine:
     pipelined_tensor_messages: bool = False  # TP messages cut in pieces beside their product
     hidden_tensor_backward: bool = True  # TP messages of the backward pass beside a product
     overlapped_gradients: bool = True  # data-parallel reduction beside the backward pass
+    overlapped_replicas: bool = True  # HSDP's sum over replicas too; False: after it
     overlapped_weights: bool = True  # data-parallel weight gathers beside the forward pass
     overlapped_sends: bool = True  # pipeline sends beside other micro-batches (interleaved)
     overlapped_ring: bool = True  # keys and values travel beside attention
+    fused_experts: bool = False  # permutation, quantization and activation inside the products
     once_a_node: bool = False  # a token that several experts of a node want goes there once
     overlapped_experts: bool = False  # dispatch and combine beside another micro-batch
     cuda_graphs: bool = False  # no time lost between kernels
@@ -72,7 +74,10 @@ ENGINES = {
     ),
     "deepspeed": Engine(
         "deepspeed",
+        overlapped_gradients=False,  # its pipeline reduces after the last micro-batch
+        overlapped_weights=False,
         tuned_attention=False,
+        fused_kernels=False,
         gradient_bytes=2,
         loss_bytes=6,  # 16-bit logits, and their softmax in fp32
         step_bytes=4,  # an fp32 gradient
@@ -89,6 +94,7 @@ ENGINES = {
         quantized_inputs=False,
         hidden_tensor_backward=False,
         overlapped_sends=False,
+        overlapped_replicas=False,
         flat_shards=False,
     ),
 }

@@ -25,7 +25,6 @@ import numpy as np
 
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
-from fivefold.layout.ranks import dense_ranks
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.weights import embedding_weight
@@ -35,7 +34,7 @@ from fivefold.parallel.work import (
     Unit,
     Work,
     choose,
-    rank_work,
+    pipeline_work,
     role_rank,
     shard_degree,
     stage_work,
@@ -135,20 +134,22 @@ def estimate_memory(job: Job, layouts: Layouts) -> Memory:
 def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
     """Bytes by kind of each pipeline rank of one layout, from rank 0 on; with its `layers` and the
     most micro-batches it holds activations of (`in_flight`, in those of all its layers)."""
-    layouts = Layouts.of([layout])
+    work = pipeline_work(job.config, layout, job.sequence_length, "bf16", mtp=job.mtp)
+    layouts = work.layout
+    assert isinstance(layouts, Layouts)
+    elements = _elements(work, layouts, job.engine.flat_shards)
     layer = _layers_of(job, layouts)
-    stages = []
-    for number in range(layout.pp):
-        work = _work_of_rank(job, layouts, number)
-        elements = _elements(work, layouts, job.engine.flat_shards)
-        rank = _Rank(job, layouts, np.array([number]), work, elements, layer)
-        figures = {
-            **rank.bytes_by_kind(),
-            "layers": work.count_layers(),
-            "in_flight": rank.in_flight(),
-        }
-        stages.append({name: float(np.ravel(figure)[0]) for name, figure in figures.items()})
-    return stages
+    rank = _Rank(job, layouts, np.arange(layout.pp), work, elements, layer)
+    figures = {
+        **rank.bytes_by_kind(),
+        "layers": work.count_layers(),
+        "in_flight": rank.in_flight(),
+    }
+    columns = {name: np.broadcast_to(figure, layout.pp) for name, figure in figures.items()}
+    return [
+        {name: float(column[number]) for name, column in columns.items()}
+        for number in range(layout.pp)
+    ]
 
 
 # Sizes that need no layout
@@ -207,28 +208,6 @@ def _elements(work: Work, layouts: Layouts, flat_shards: bool) -> Units:
 
 def _padded(sizes: Sizes) -> Numbers:
     return choose(sizes.sharded, sizes.padded, sizes.local)
-
-
-def _work_of_rank(job: Job, layouts: Layouts, rank: int) -> Work:
-    """All chunks of one pipeline rank of the one layout together."""
-    layout = layouts[0]
-    one = int(dense_ranks(layout)[rank].flat[0])
-    chunks = rank_work(job.config, layout, job.sequence_length, one, "bf16", mtp=job.mtp)
-    kinds = list(dict.fromkeys(kind for chunk in chunks for kind, _ in chunk.layers))
-    layers, recomputed = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
-    for chunk in chunks:
-        for (kind, count), again in zip(chunk.layers, chunk.recomputed, strict=True):
-            layers[kind] += count
-            recomputed[kind] += again
-    return replace(
-        chunks[0],
-        layout=layouts,
-        layers=tuple((kind, np.array([layers[kind]])) for kind in kinds),
-        recomputed=tuple(np.array([recomputed[kind]]) for kind in kinds),
-        chunks=np.array([len(chunks)]),
-        first=np.array([any(chunk.first for chunk in chunks)]),
-        last=np.array([any(chunk.last for chunk in chunks)]),
-    )
 
 
 def _layers_of(job: Job, layouts: Layouts) -> Callable[[LayerKind], LayerBytes]:

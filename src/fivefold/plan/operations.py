@@ -16,6 +16,7 @@ from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.plan.job import Job
 
 Numbers = NDArray[np.float64] | float
+LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Operations:
     products: tuple[Product, ...]
     attention: Attention | None
     moved: Numbers  # elements read and written by the light operations of the forward pass
-    kernels: float  # launched in the forward pass
+    kernels: Numbers  # launched in the forward pass
 
     @property
     def flops(self) -> Numbers:
@@ -87,12 +88,12 @@ def layer_operations(job: Job, layouts: Layouts, kind: LayerKind) -> Operations:
     if config.qk_norm:
         rotary = 2 * rotary
     moved = t * ((norms + residuals) / slices + rotary / layouts.tp)
-    kernels = 14.0
+    kernels: Numbers = 14.0
     if kind.moe:
         expert_products, expert_moved = _expert_operations(job, layouts, t)
         products += expert_products
         moved = moved + expert_moved
-        kernels += 40.0
+        kernels = kernels + _expert_kernels(job, layouts)
     else:
         width = config.intermediate_size
         products += _mlp_products("mlp", config, t, width, layouts.tp)
@@ -108,12 +109,13 @@ def embedding_operations(job: Job, layouts: Layouts) -> Operations:
 
 
 def head_operations(job: Job, layouts: Layouts) -> Operations:
-    """Final norm, the head's product and the loss, whose logits are read and written in fp32."""
+    """Final norm, the head's product and the loss."""
     config, t = job.config, tokens(job, layouts)
     columns = config.vocab_size / layouts.tp
     head = Product("head", t, columns, config.hidden_size, quantized=False)
     slices = np.where(layouts.sp, layouts.tp, 1)
-    passes = 2.0 + 2 * 3.0  # bf16 once each way, and three passes over fp32 (two units each)
+    # Written and read once in 16 bits, and what the loss does to them besides.
+    passes = 2.0 + min(job.engine.loss_bytes, 6)
     moved = t * (2.0 * config.hidden_size / slices + passes * columns)
     return Operations((head,), None, moved, 12.0)
 
@@ -169,6 +171,16 @@ def _activation_elements(gated: bool) -> float:
     return 3.0 if gated else 2.0
 
 
+def _expert_kernels(job: Job, layouts: Layouts) -> Numbers:
+    """Routing and permutation take some fifty small kernels; and each expert of a rank its own
+    products, with several more in front of each where inputs are quantized."""
+    assert job.config.moe is not None
+    if job.engine.fused_experts:
+        return 40.0
+    local = job.config.moe.num_experts / layouts.ep
+    return 46.0 + local * (12.0 if job.precision in LOW_PRECISIONS else 4.0)
+
+
 def _expert_operations(job: Job, layouts: Layouts, t: Numbers):
     config = job.config
     moe = config.moe
@@ -178,6 +190,7 @@ def _expert_operations(job: Job, layouts: Layouts, t: Numbers):
     # Copies that arrive on the busiest rank; where experts are split over tp, all its slices.
     copies = routed * moe.experts_per_token * layouts.etp * job.imbalance
     local = moe.num_experts / layouts.ep
+    fused = job.engine.fused_experts
     width = moe.expert_intermediate_size / layouts.etp
     gates = 2 if config.gated_mlp else 1
     products = [
@@ -185,10 +198,17 @@ def _expert_operations(job: Job, layouts: Layouts, t: Numbers):
         Product("experts_in", copies / local, gates * width, hidden, local, split=False),
         Product("experts_out", copies / local, hidden, width, local, split=False),
     ]
-    # Rows are put in the experts' order before they travel and again where they arrive, and the
-    # same on the way back, with their weighted sum.
-    moved = routed * moe.experts_per_token * hidden * 2 * 3.0 + copies * hidden * 2 * 2.0
-    moved = moved + copies * _activation_elements(config.gated_mlp) * width
+    # Rows are copied for each expert, put in the experts' order where they arrive and back, and
+    # summed at home: 6.4 passes over the copies. Dispatchers that send once a node do the first
+    # and the last on the way; fused kernels read and write in the experts' order.
+    passes = 3.0 if fused else 4.0 if job.engine.once_a_node else 6.4
+    moved = (routed * moe.experts_per_token + copies) / 2 * hidden * passes
+    if not fused:
+        moved = moved + copies * _activation_elements(config.gated_mlp) * width
+    if (
+        moe.expert_bias and not fused
+    ):  # no fused kernel adds them, or clamps and gates as such models do
+        moved = moved + copies * (2 * (gates * width + hidden) + 6.0 * width)
     moved = moved + routed * moe.num_experts * 6.0
     if moe.shared_intermediate_size:
         shared = moe.shared_intermediate_size

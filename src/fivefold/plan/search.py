@@ -8,14 +8,23 @@ the result is the same as if all were.
 
 Of layouts that differ only in how the same degrees are used (micro-batch, chunks, ZeRO, recompute,
 rank order, schedule) the best one stands for all, so that the list shows what there is to choose.
+
+A step that is longer by less than half a per cent (`NEAR`) is no reason for a more intricate
+layout. Among layouts as near to the best, of the same degrees and then for the first place of the
+list, the simplest is taken: tp inside the scale-up domain, fewer kinds of splits (HSDP's replicas
+are one), a usual schedule, the default rank order, less recomputation, chunks of equal size, a
+lower ZeRO stage, smaller degrees (see `_preferences`). The others follow by their time.
+
+Last, the winners get a list of layers a stage where that is faster (`balance`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +32,7 @@ from numpy.typing import NDArray
 from fivefold.errors import UserError
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import ORDER, Layout
+from fivefold.plan.balance import balanced
 from fivefold.plan.bound import Bound
 from fivefold.plan.constants import Constants
 from fivefold.plan.enumerate import (
@@ -41,15 +51,17 @@ from fivefold.plan.memory import FITS, estimate_memory
 from fivefold.plan.operations import Numbers
 from fivefold.plan.time import estimate_time
 
+T = TypeVar("T")
+
 OBJECTIVES = ("time", "memory", "cost")
 SHAPES_AT_ONCE = 1024
 """Shapes (degrees, chunks, micro-batch) that are held against memory at once."""
 TIMED_AT_ONCE = 4096
-SPARES = 2
-"""Layouts beyond those asked for that are evaluated in full, for the event simulation of the
-pipeline may change their order."""
-SAME = 1e-9
-"""Step times that differ by less are equal."""
+SPARES = 5
+"""Layouts beyond those asked for whose pipelines are simulated and balanced, for that may change
+their order."""
+NEAR = 0.005
+"""A share of the step: of times nearer to each other than this, the simpler layout's is better."""
 SMALLER_TRIED = 256
 """Numbers of devices tried where the one asked for cannot be shared out."""
 SIZES_TRIED = 4
@@ -136,10 +148,11 @@ def search(job: Job, wishes: Wishes | None = None) -> Search:
     best = [
         each
         for a_space, result in zip(spaces, results, strict=True)
-        for each in _in_full(a_space.job, result, wishes)
+        for each in _in_full(a_space, result, wishes, limit)
         if each.peak_memory_bytes <= limit  # of every stage, where the search looked at three
     ]
-    best.sort(key=lambda each: (_score(each, wishes.objective), _preference(each.layout)))
+    scores = [_score(each, wishes.objective) for each in best]
+    best = _in_order(job, best, [each.layout for each in best], scores)
     closest = (
         [] if best else [estimate(space.job, layout) for _, layout in _leanest(space, wishes.top)]
     )
@@ -217,14 +230,17 @@ def _check(wishes: Wishes) -> None:
         raise UserError(f"the list must have 1 layout or more, not {wishes.top}")
 
 
-def _in_full(job: Job, found: _Found, wishes: Wishes) -> list[Estimate]:
+def _in_full(space: _Space, found: _Found, wishes: Wishes, limit: float) -> list[Estimate]:
     """Those asked for of the layouts found, in the order that the simulated pipeline gives."""
+    job, layouts = space.job, [layout for _, layout in found.best]
     if wishes.objective == "memory":
-        return [estimate(job, layout) for _, layout in found.best]
-    layouts = [layout for _, layout in found.best]
-    timed = list(zip(simulate(job, layouts), layouts, strict=True))
-    timed.sort(key=lambda each: (_rounded(np.array([each[0].step_s]))[0], _preference(each[1])))
-    return [estimate(job, layout, simulated) for simulated, layout in timed[: wishes.top]]
+        return [estimate(job, layout) for layout in layouts]
+    timed = list(zip(layouts, simulate(job, layouts), strict=True))
+    if "layers" not in space.choices.fixed:
+        timed = balanced(job, timed, limit)
+    layouts, times = [layout for layout, _ in timed], [time.step_s for _, time in timed]
+    chosen = _in_order(job, timed, layouts, times)[: wishes.top]
+    return [estimate(job, layout, time) for layout, time in chosen]
 
 
 # What there is to look at
@@ -311,7 +327,7 @@ def _find(space: _Space, wishes: Wishes, limit: float) -> _Found:
     bound = Bound(job, constants, space.shapes)
     floor = bound.of(space.shapes)
     ranking = np.argsort(floor, kind="stable")
-    best = _Best(wishes.top + SPARES)
+    best = _Best(job, wishes.top + SPARES, NEAR)
     fit, looked_at, waiting = 0, 0, []
     for first in range(0, len(ranking), SHAPES_AT_ONCE):
         here = ranking[first : first + SHAPES_AT_ONCE]
@@ -405,7 +421,7 @@ def _leanest(space: _Space, top: int) -> list[tuple[float, Layout]]:
     smallest = shapes.micro_batch == _smallest_micro_batch(shapes)
     layouts = with_states(space.job, shapes.take(smallest), space.choices)
     modes = [m for m in recompute_modes(space.job, layouts, space.choices) if m.open.any()]
-    best = _Best(top)
+    best = _Best(space.job, top, 0.0)
     order = next(iter(rank_orders(layouts, space.choices)), (ORDER, None))[0]
     for mode in {mode.name: mode for mode in modes}.values():
         for first in range(0, len(layouts), 2 * TIMED_AT_ONCE):
@@ -430,63 +446,105 @@ def _smallest_micro_batch(shapes: Layouts) -> NDArray[np.int64]:
 
 
 class _Best:
-    """The layouts with the lowest scores, at most one for each choice of the distinct degrees."""
+    """The layouts with the lowest scores: at most one for each choice of the distinct degrees, the
+    simplest of those whose score is within a share `near` of that choice's lowest."""
 
-    def __init__(self, top: int) -> None:
-        self.top = top
-        self.entries: dict[tuple[int, ...], tuple[float, tuple[int, ...], Layout]] = {}
+    def __init__(self, job: Job, top: int, near: float) -> None:
+        self.job, self.top, self.near = job, top, near
+        self.lowest: dict[tuple[int, ...], float] = {}  # score by distinct degrees
+        self.parts: list[tuple[Layouts, NDArray[np.float64]]] = []  # all that may be chosen
 
     @property
     def worst(self) -> float:
         """A layout with a higher score is not among the best."""
-        if len(self.entries) < self.top:
+        if len(self.lowest) < self.top:
             return np.inf
-        return max(score for score, _, _ in self.entries.values()) * (1 + SAME)
+        return sorted(self.lowest.values())[self.top - 1] * (1 + self.near)
 
     def add(self, layouts: Layouts, scores: Numbers) -> None:
-        """Takes in those of the layouts that are among the best; of equal ones the simpler."""
-        scores = np.asarray(scores)
+        """Takes in those of the layouts that may be among the best."""
+        scores = np.asarray(_rounded(scores))
         low = np.flatnonzero(scores <= self.worst)
-        layouts, scores = layouts.take(low), _rounded(scores[low])
-        if not len(low):
-            return
-        ranking = np.lexsort((*reversed(_preferences(layouts)), scores))
+        layouts, scores = layouts.take(low), scores[low]
+        ranking = np.argsort(scores, kind="stable")
         _, first = np.unique(_code(layouts, DISTINCT)[ranking], return_index=True)
         for index in ranking[np.sort(first)[: self.top]]:
-            layout = layouts[int(index)]
-            entry = (float(scores[index]), _preference(layout), layout)
-            key = tuple(getattr(layout, name) for name in DISTINCT)
-            if key not in self.entries or entry[:2] < self.entries[key][:2]:
-                self.entries[key] = entry
-        kept = sorted(self.entries.items(), key=lambda item: item[1][:2])[: self.top]
-        self.entries = dict(kept)
+            key = _key(layouts, index)
+            self.lowest[key] = min(float(scores[index]), self.lowest.get(key, np.inf))
+        parts = [*self.parts, (layouts, scores)]
+        kept = [(layouts, scores, scores <= self.worst) for layouts, scores in parts]
+        self.parts = [(a.take(low), scores[low]) for a, scores, low in kept if low.any()]
 
     def ranked(self) -> list[tuple[float, Layout]]:
-        return [(score, layout) for score, _, layout in self.entries.values()]
+        """Each with its own score, in the order of the lowest of their degrees."""
+        chosen: dict[tuple[int, ...], tuple[tuple[int, ...], float, Layout]] = {}
+        for layouts, scores in self.parts:
+            _, first, number = np.unique(
+                _code(layouts, DISTINCT), return_index=True, return_inverse=True
+            )
+            keys = [_key(layouts, index) for index in first]
+            lowest = np.array([self.lowest.get(key, 0.0) for key in keys])[number]
+            near = np.flatnonzero(scores <= lowest * (1 + self.near))
+            columns = np.array([*_preferences(self.job, layouts.take(near))])
+            ranking = np.lexsort((scores[near], *columns[::-1]))
+            _, simplest = np.unique(number[near][ranking], return_index=True)
+            for place in ranking[simplest]:
+                index, rank = near[place], tuple(columns[:, place].tolist())
+                key, score = keys[number[index]], float(scores[index])
+                if key not in chosen or (rank, score) < chosen[key][:2]:
+                    chosen[key] = rank, score, layouts[int(index)]
+        order = sorted(chosen, key=lambda key: (self.lowest[key], chosen[key][0]))
+        return [chosen[key][1:] for key in order[: self.top]]
 
 
-def _rounded(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def _key(layouts: Layouts, index: Any) -> tuple[int, ...]:
+    return tuple(int(getattr(layouts, name)[index]) for name in DISTINCT)
+
+
+def _rounded(scores: Numbers) -> NDArray[np.float64]:
     """To nine digits, so that sums in another order do not decide."""
     scores = np.asarray(scores, float)
     size = 10.0 ** np.floor(np.log10(np.maximum(scores, 1e-300)))
     return np.round(scores / size, 9) * size
 
 
-def _preferences(layouts: Layouts) -> list[NDArray[np.int64]]:
-    """What makes a layout simpler, the most telling first: fewer splits, then less of each."""
+def _preferences(job: Job, layouts: Layouts) -> list[NDArray[np.int64]]:
+    """What makes a layout simpler or more usual, the most telling first (see the module)."""
+    domain = job.cluster.tiers[0].size or 1
     splits = [layouts.tp, layouts.pp, layouts.cp, layouts.ep, layouts.vpp, layouts.dp_replicate]
     used = np.sum([np.asarray(degree) > 1 for degree in splits], axis=0)
-    planned = (layouts.schedule != "1f1b") * 1
-    again = (layouts.recompute != "none") * 1
     order = ORDERS.index(layouts.order) if layouts.order in ORDERS else len(ORDERS)
-    same_order = np.full(np.shape(used), order)
-    columns = [used, planned, same_order, again, layouts.recompute_layers, layouts.zero]
-    columns += [*splits, layouts.ulysses, layouts.etp, layouts.micro_batch]
-    return [np.asarray(column) for column in columns]
+    every_layer = (layouts.recompute == "full") & (layouts.recompute_layers == 0)
+    recomputed = np.where(every_layer, job.config.num_layers, layouts.recompute_layers)
+    columns = [
+        layouts.tp > domain,
+        used,
+        layouts.schedule != "1f1b",
+        np.full(np.shape(used), order),
+        layouts.recompute != "none",
+        recomputed,
+        job.config.num_layers % layouts.stages != 0,
+        layouts.zero,
+        *splits,
+        layouts.ulysses,
+        layouts.etp,
+        layouts.micro_batch,
+    ]
+    return [np.asarray(column).astype(np.int64) for column in columns]
 
 
-def _preference(layout: Layout) -> tuple[int, ...]:
-    return tuple(int(column[0]) for column in _preferences(Layouts.of([layout])))
+def _preference(job: Job, layout: Layout) -> tuple[int, ...]:
+    return tuple(int(column[0]) for column in _preferences(job, Layouts.of([layout])))
+
+
+def _in_order(job: Job, found: Sequence[T], layouts: list[Layout], scores: list[float]) -> list[T]:
+    """By score; but the simplest of those that are near the lowest comes first."""
+    keys = [(float(_rounded(s)), _preference(job, x)) for s, x in zip(scores, layouts, strict=True)]
+    ranking = sorted(range(len(keys)), key=keys.__getitem__)
+    near = [i for i in ranking if scores[i] <= min(scores) * (1 + NEAR)]
+    first = min(near, key=lambda i: keys[i][1], default=None)
+    ranking.sort(key=lambda i: i != first)
+    return [found[i] for i in ranking]
 
 
 def _code(layouts: Layouts, names: tuple[str, ...]) -> NDArray[np.int64]:
@@ -502,4 +560,4 @@ def _score(each: Estimate, objective: str) -> float:
     if objective == "memory":
         return each.peak_memory_bytes
     devices = each.layout.world_size if objective == "cost" else 1
-    return float(_rounded(np.array([each.step_time_s * devices]))[0])
+    return each.step_time_s * devices

@@ -142,7 +142,11 @@ def step_time(
     # The first chunk of the first rank has the embedding, the last of the last rank the head.
     chunks = {
         name: np.array(
-            [getattr(r.layers, name) / r.chunks + getattr(r.outside, name) for r in roles],
+            [
+                getattr(rank.layers, name) / rank.chunks
+                + getattr(rank.outside, name) * (role != "middle")
+                for role, rank in ranks.items()
+            ],
             dtype=float,
         )
         for name in ("forward", "backward", "weight_gradient")
@@ -158,10 +162,21 @@ def step_time(
         weight_s=chunks["weight_gradient"],
     )
     once = np.maximum.reduce([rank.once for rank in roles])
-    nodes = np.maximum(layouts.world_size / job.cluster.tier_sizes[0], 1.0)
-    step = (pipeline + once) * (1 + constants.straggler * np.log2(nodes)) + constants.step_s
+    step = whole_step_s(job, layouts, constants, pipeline + once)
     busiest = np.maximum.reduce([rank.micro_batches * rank.busy for rank in roles])
     return Time(step, 1 - busiest / step, ranks)
+
+
+GRAPHED_STEP = 0.2
+"""What is left of the host's time between steps where a graph replays whole steps."""
+
+
+def whole_step_s(job: Job, layouts: Layouts, constants: Constants, inside: Numbers) -> Numbers:
+    """A step with the seconds `inside` of it: with what the slowest of many nodes adds, and what is
+    once a step."""
+    nodes = np.maximum(layouts.world_size / job.cluster.tier_sizes[0], 1.0)
+    once = constants.step_s * (GRAPHED_STEP if job.engine.cuda_graphs else 1.0)
+    return inside * (1 + constants.straggler * np.log2(nodes)) + once
 
 
 def _layer_seconds(
@@ -193,7 +208,8 @@ def _rank(
     send: Numbers = 0.0
     for message in traffic.messages:
         transfer, total = message.transfer, message.total
-        if transfer.split == "dp" and transfer.phase != "optimizer":
+        beside_backward = transfer.phase != "optimizer" or job.engine.overlapped_replicas
+        if transfer.split == "dp" and beside_backward:
             data.append((transfer, total))
             continue
         if transfer.axis == "pp" and transfer.op == "send":
@@ -208,7 +224,7 @@ def _rank(
         )
     once = slowed["optimizer"]
     for phase in ("forward", "backward"):
-        mine = [(t, s) for t, s in data if t.phase == phase]
+        mine = [(t, s) for t, s in data if (t.phase == "forward") == (phase == "forward")]
         share, hidden = _data_exposure(job, layouts, mine, beside, role, phase)
         rows += [Row(t, s, s * share) for t, s in mine]
         total = sum((s for _, s in mine), 0.0)
@@ -296,15 +312,20 @@ def _wire_share(job: Job, transfer: Transfer, ep_members: NDArray[np.int64]) -> 
 
 
 def _copies_once_a_node(job: Job, members: NDArray[np.int64]) -> Numbers:
-    """Messages between nodes if a token goes to each node once, over one for each expert.
+    """Messages if a token goes to each node (or rank) once, over one for each expert.
 
-    Of k experts drawn evenly from N nodes, (N - 1) (1 - (1 - 1/N)^k) other nodes have one or more,
-    and k (N - 1) / N experts are there (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+    Of k experts drawn evenly from N nodes, N (1 - (1 - 1/N)^k) nodes have one or more (DeepSeek-V3,
+    arXiv:2412.19437, section 3.2.2). Within one node the same holds of its ranks.
     """
-    assert job.config.moe is not None
-    k = job.config.moe.experts_per_token
-    nodes = members[-1] / members[0]
-    return np.where(nodes > 1, nodes * (1 - (1 - 1 / nodes) ** k) / k, 1.0)
+    moe = job.config.moe
+    assert moe is not None
+    k, nodes = moe.experts_per_token, members[-1] / members[0]
+    places = np.where(nodes > 1, nodes, members[-1])
+    reached = places * (1 - (1 - 1 / places) ** k)
+    if moe.groups_per_token:  # groups of experts are whole nodes, or several share one
+        limit = moe.groups_per_token * np.maximum(1, nodes / moe.groups)
+        reached = np.where(nodes > 1, np.minimum(reached, limit), reached)
+    return reached / k
 
 
 def _exposed(

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.plan.explain import counts_as
 from fivefold.report.tables import format_bytes
 
 WIDTH = 100
@@ -54,12 +55,15 @@ def plan_report(answer: Row) -> Iterator[RenderableType]:
 def _details(answer: Row) -> Iterator[RenderableType]:
     """What there is to say about the first layout."""
     first, limit = answer["layouts"][0], answer["job"]["memory_limit_bytes"]
-    yield from _title(f"memory of a device by pipeline rank, GB; its limit is {limit / 1e9:,.1f}")
+    low, high = (first[f"peak_memory_{end}_bytes"] / 1e9 for end in ("low", "high"))
+    yield from _title(
+        f"memory of a device by pipeline rank, GB; its limit is {limit / 1e9:,.1f}, the peak from "
+        f"{low:,.1f} to {high:,.1f}"
+    )
     yield stages_table(first)
     yield from _title(f"what a device{_of_rank(first)} sends in a step")
-    yield traffic_table(first)
-    if answer["order"]:
-        yield Text(answer["order"]["text"])
+    yield traffic_table(first, answer["order"])
+    yield Text(answer["order"]["text"])
     yield from _title("where the step goes")
     yield seconds_table(first)
     if first["why"]:
@@ -102,8 +106,10 @@ def heading(answer: Row) -> Iterator[str]:
     for row in job["measured"]:
         yield (
             f"measured {row['layout']}: {format_seconds(row['step_time_s'])}, predicted "
-            f"{format_seconds(row['predicted_step_time_s'])}; all times are scaled accordingly"
+            f"{format_seconds(row['predicted_step_time_s'])}"
         )
+    if job["measured"]:
+        yield f"so all times are predicted {job['measured_factor']:.3f} x as long"
     search = answer["search"]
     skipped = f", {search['skipped']:,} ruled out by a bound" if search["skipped"] else ""
     yield (
@@ -215,8 +221,9 @@ def _of_rank(first: Row) -> str:
     return f" of pipeline rank {rows[0]['stage']}" if rows and len(first["stages"]) > 1 else ""
 
 
-def traffic_table(first: Row) -> Table:
-    """What a device of the busiest pipeline rank sends in a step, by split."""
+def traffic_table(first: Row, order: Row) -> Table:
+    """What a device of the busiest pipeline rank sends in a step, by split; then the sums, with the
+    outermost tier that each split crosses, as `order` has them."""
     rows = [row for row in first["ledger"] if row["wire_bytes"]]
     total = sum(row["wire_bytes"] for row in rows) or 1.0
     table = _table()
@@ -245,18 +252,29 @@ def traffic_table(first: Row) -> Table:
                 format_seconds(row["exposed_s"]),
             )
     table.add_section()
-    for split, own in largest_first if len(rows) > len(largest_first) > 1 else []:
+    for split, own in _in_all(rows):
         table.add_row(
             SPLIT_NAMES.get(split, split),
             "in all",
             "",
             format_bytes(_sum(own, "wire_bytes")),
             f"{_sum(own, 'wire_bytes') / total:.1%}",
-            escape(first["placement"].get(split, "")),
+            escape(order["tiers"].get(split, "")),
             format_seconds(_sum(own, "time_s")),
             format_seconds(_sum(own, "exposed_s")),
         )
     return table
+
+
+def _in_all(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """The rows by whose traffic they are, as in the order of the splits; the largest first. Empty
+    where that would repeat the rows."""
+    by_split: dict[str, list[Row]] = {}
+    for row in rows:
+        by_split.setdefault(counts_as(row["split"], row["op"]), []).append(row)
+    if not len(rows) > len(by_split) > 1:
+        return []
+    return sorted(by_split.items(), key=lambda item: -_sum(item[1], "wire_bytes"))
 
 
 def _merged(rows: Sequence[Row]) -> list[dict[str, Any]]:
