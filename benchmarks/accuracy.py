@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from collections import defaultdict
@@ -33,11 +32,12 @@ if __package__ in (None, ""):  # run as a script: make the packages importable
 import numpy as np
 import yaml
 
-from benchmarks import spread
+from benchmarks import pages, spread
 from benchmarks.measurements import INFERRED, MEASUREMENTS, read
 from benchmarks.ranking import ranking
 from benchmarks.reasons import memory_reasons, step_reasons
 from benchmarks.scores import Scored, both, figures, score
+from fivefold.files import write_aside
 from fivefold.plan import intervals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +59,7 @@ Report = dict[str, Any]
 
 
 def generation(gpu: str) -> str:
+    """The architecture of a GPU by its name."""
     names = sorted(GENERATIONS, key=len, reverse=True)
     return next((GENERATIONS[name] for name in names if gpu.startswith(name)), "other")
 
@@ -133,6 +134,7 @@ FIGURES_OF = (("time", "step time"), ("memory", "memory"))
 
 
 def as_text(result: Report) -> str:
+    """The figures as lines for the terminal."""
     lines = [_text_line("", label, result[what]) for what, label in FIGURES_OF]
     for name, groups in result["by"].items():
         lines += ["", f"by {name}"]
@@ -173,6 +175,7 @@ def _percents(each: Report) -> tuple[str, str, str]:
 
 
 def ranking_sentence(result: Report) -> str:
+    """How often the measured best layout is found, and what following the plan costs."""
     if not result["sweeps"]:
         return "no job was measured in two layouts"
     return (
@@ -310,49 +313,25 @@ def _measured_sentence(result: Report) -> str:
     return "\n".join(lines)
 
 
-def markers(name: str) -> tuple[str, str]:
-    return f"<!-- accuracy: {name} -->\n\n", f"\n\n<!-- end of {name} -->"
-
-
-def block(page: str, name: str) -> str:
-    """What stands between two markers. ValueError where the page does not have them."""
-    begin, end = markers(name)
-    return page[page.index(begin) + len(begin) : page.index(end)]
-
-
-def with_block(page: str, name: str, content: str) -> str:
-    begin, end = markers(name)
-    return page.replace(begin + block(page, name) + end, begin + content + end)
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 def write(result: Report, rows: list[Scored], refit: bool) -> None:
     """errors.yaml, the plots and the page."""
     from benchmarks import plots, published
 
     as_unseen = score([spread.unseen(row.case) for row in rows])[0]
     errors = spread.errors_file(rows, as_unseen)
-    _write(intervals.ERRORS, ERRORS_HEAD + yaml.safe_dump(errors, sort_keys=False))
+    write_aside(intervals.ERRORS, ERRORS_HEAD + yaml.safe_dump(errors, sort_keys=False))
     intervals.errors.cache_clear()
     contents = blocks(result, rows, as_unseen) | {"published": published.table()}
     if refit:
         contents["halves"] = halves(rows)
-    page = PAGE.read_text(encoding="utf-8")
-    for name, content in contents.items():
-        page = with_block(page, name, content)
-    _write(PAGE, page)
+    pages.write(PAGE, contents)
     drawn = {
         "accuracy_time": plots.predicted_against_measured(rows),
         "accuracy_memory": plots.predicted_against_measured(rows, memory=True),
         "accuracy_errors": plots.error_histogram(rows),
     }
     for name, canvas in drawn.items():
-        _write(FIGURES / f"{name}.svg", canvas.svg())
+        write_aside(FIGURES / f"{name}.svg", canvas.svg())
 
 
 ERRORS_HEAD = """\

@@ -104,7 +104,6 @@ class Case:
     memory_bytes: float | None  # measured
     printed_memory: str = "device"  # which memory that is: allocated, reserved or device
     notes: str = field(repr=False, default="")
-    blank: frozenset[str] = frozenset()  # columns of the row that say nothing
 
     @property
     def kind(self) -> str:
@@ -171,7 +170,6 @@ def case(row: dict[str, str]) -> Case:
         memory_bytes=memory_bytes,
         printed_memory=PRINTED_MEMORY.get(source, "device"),
         notes=row["notes"],
-        blank=frozenset(name for name in ("recompute", "micro_batch", "vpp") if not row[name]),
     )
 
 
@@ -289,7 +287,7 @@ PROGRAMS = {
     # The bytes a logit are the best of those tried on this source's memory figures.
     "NANO": replace(
         MEGATRON,
-        gradient_bytes=2 + 2 + 4,
+        gradient_copy_bytes=2 + 2,  # beside those accumulated in fp32
         loss_bytes=6,
         placeholder_gradients=False,
         keeps_stage_outputs=True,
@@ -327,7 +325,7 @@ def _engine(row: dict[str, str], source: str) -> Engine:
     if "no TP/PP overlap" in notes:
         engine = replace(engine, overlapped_gradients=False, overlapped_weights=False)
     if "BF16 optimizer" in notes:  # accumulates in fp32
-        engine = replace(engine, gradient_bytes=2 + 4)
+        engine = replace(engine, gradient_bytes=4, gradient_copy_bytes=2)
     graphs_on_gb_only = "CUDA graphs in GB" in notes and not row["gpu"].startswith("GB")
     hidden = ("A2A overlap" in notes and "no A2A overlap" not in notes) or "Scale-MoE:" in notes
     # Token dispatchers that send a token once to each node (DeepEP, HybridEP).
@@ -345,7 +343,9 @@ def _engine(row: dict[str, str], source: str) -> Engine:
         once_a_node=once_a_node or source == "DSV3",
         fused_experts=engine.fused_experts or source == "DSV3",  # its own kernels
         dispatched_bytes=1 if source == "DSV3" else 2,
-        pipelined_tensor_messages=engine.pipelined_tensor_messages or pipelined,
+        # Messages in pieces beside a product exist for 16 bits and plain fp8 products only.
+        pipelined_tensor_messages=pipelined
+        or (engine.pipelined_tensor_messages and _precision(row) in ("bf16", "fp8")),
         host_optimizer="optimizer-state offload" in notes,
         selective=_selective(row["recompute"], row["moe_experts"] not in ("", "0", "1")),
     )
@@ -475,6 +475,10 @@ def _recomputes(row: dict[str, str], layers: int) -> list[tuple[str, int]]:
         mode = text.split()[0]
         if mode not in ("none", "selective", "full"):
             raise UserError(f"recompute {text!r} is not known")
+        if text == "selective (mlp)":  # of the dense layers, which are few
+            mode = "none"
+        elif mode == "selective" and row["id"].startswith("FMS"):  # of whole blocks, most of them
+            mode = "full"
         return [(mode, 0)]
     if row["gpu"].startswith("GB") and row["zero_stage_or_fsdp"].startswith("FSDP ("):
         return [("none", 0)]  # keeps activations in host memory instead

@@ -1,4 +1,4 @@
-"""Writes what the commands of docs/planning.md print into that page.
+"""Writes what the commands of README.md and docs/planning.md print into these pages.
 
     python -m benchmarks.planning_page
 
@@ -14,7 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
+from fivefold.files import write_aside
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "planning.md")
 BLOCK = re.compile(
     r"<!-- run: (?P<command>.+?) -->\n(?:<!-- parts: (?P<parts>[0-9, ]+) -->\n)?\n"
     r"```\n.*?```\n",
@@ -48,8 +51,8 @@ def block(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text()
-    PAGE.write_text(BLOCK.sub(block, page))
+    for path in PAGES:
+        write_aside(path, BLOCK.sub(block, path.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from fivefold.errors import UserError
 from fivefold.model.counts import flops_per_token
 from fivefold.model.presets import load_preset
 from fivefold.plan.estimate import Estimate
+from fivefold.plan.explain import NAMED, largest_differences
 from fivefold.plan.job import ENGINES, Engine, Job
 from fivefold.plan.search import Wishes, search
 
@@ -87,9 +88,6 @@ RUNS = [
               engine=ONCE_A_NODE),
 ]  # fmt: skip
 
-NAMED = 0.005
-"""Shares of the step from which on a difference is named."""
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -118,17 +116,7 @@ class Compared:
         """What the other layout saves or costs, the largest parts first."""
         if self.ours is None or self.published is None:
             return ""
-        ours, theirs = self.ours.seconds, self.published.seconds
-        differences = {
-            name: ours.get(name, 0.0) - theirs.get(name, 0.0)
-            for name in dict.fromkeys([*ours, *theirs])
-        }
-        named = [
-            f"{name.replace('_', ' ')} {seconds:+.2f} s"
-            for name, seconds in sorted(differences.items(), key=lambda item: -abs(item[1]))
-            if abs(seconds) > NAMED * self.published.step_time_s
-        ]
-        return ", ".join(named[:3])
+        return ", ".join(largest_differences(self.published, self.ours))
 
 
 def _degrees(estimate: Estimate) -> tuple[int, ...]:

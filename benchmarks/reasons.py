@@ -110,7 +110,8 @@ def _parts(time: Time, rank: Rank) -> dict[str, float]:
     for each in rank.rows:
         name = f"exposed {each.transfer.split.upper()} messages"
         parts[name] = parts.get(name, 0.0) + _one(each.exposed)
-    parts["pipeline bubbles"] = _one(time.bubble) * _one(time.step)
+    works = _one(rank.micro_batches * rank.busy) + _one(rank.once)
+    parts["waits for other stages and nodes"] = _one(time.step) - works
     parts["optimizer steps"] = _one(rank.optimizer)
     return parts
 

@@ -1,6 +1,6 @@
 """How fast the planner searches: layouts a second, seconds of a whole search, and memory.
 
-    python benchmarks/search_speed.py [--rounds N] [--json]
+    python -m benchmarks.search_speed [--rounds N] [--json] [--write]
 
 Rates are per second of processor time of one core; the smallest of some rounds counts, for the
 machine may do something else. Seconds "in all" are those of `fivefold plan` from the shell, start
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import pages
 from fivefold.cluster.cluster import load_cluster
 from fivefold.layout.legality import legal
 from fivefold.layout.many import Layouts
@@ -34,6 +35,8 @@ from fivefold.plan.search import count_fitting, search
 from fivefold.plan.time import estimate_time
 
 Row = dict[str, Any]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
 SEARCHES = [  # model, cluster, devices, sequence length, global batch
     ("llama-3.1-405b", "dgx-h100", 16384, 8192, 2048),
@@ -51,12 +54,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How fast the planner searches.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--write", action="store_true", help="write the tables of the page too")
     arguments = parser.parse_args()
     result = {
-        "rates": [rates(*case, arguments.rounds) for case in SEARCHES[:2]],
+        "search-rates": [rates(*case, arguments.rounds) for case in SEARCHES[:2]],
         "searches": [whole_search(*case, arguments.rounds) for case in SEARCHES],
-        "scaling": [scaling(devices, arguments.rounds) for devices in SCALING],
+        "search-scaling": [scaling(devices, arguments.rounds) for devices in SCALING],
     }
+    if arguments.write:
+        pages.write(PAGE, {name: table(rows) for name, rows in result.items()})
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
@@ -170,7 +176,7 @@ def scaling(devices: int, rounds: int) -> Row:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     names = list(rows[0])
-    lines = [names, ["---"] * len(names)]
+    lines = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
     lines += [[shown(row[name]) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

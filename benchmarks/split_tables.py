@@ -1,6 +1,6 @@
 """The tables of docs/: what each split sends, measured on real processes.
 
-    python benchmarks/split_tables.py
+    python -m benchmarks.split_tables
 
 Runs `fivefold check` on a tiny model in each layout of `CASES`, 1 to 8 local processes, and
 writes what was sent between the markers `<!-- begin: NAME -->` and `<!-- end: NAME -->` of the
@@ -10,7 +10,6 @@ row, what arithmetic predicts. tests/test_docs.py holds the pages to the predict
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
 from fivefold.layout.notation import Layout, parse
 from fivefold.layout.stages import split_layers
 from fivefold.model.config import ModelConfig, load_config
@@ -321,36 +321,10 @@ def formula_table(rows_of: Mapping[str, Rows]) -> str:
 
 def blocks(rows_of: Mapping[str, Rows]) -> dict[str, dict[str, str]]:
     """The text between the markers of each page: by page, then by name."""
-    pages: dict[str, dict[str, str]] = {"splits.md": {"transfers": formula_table(rows_of)}}
+    found: dict[str, dict[str, str]] = {"splits.md": {"transfers": formula_table(rows_of)}}
     for case in CASES:
-        pages.setdefault(case.page, {})[case.name] = ledger_table(case, rows_of[case.name])
-    return pages
-
-
-def markers(name: str) -> tuple[str, str]:
-    return f"<!-- begin: {name} -->\n\n", f"\n\n<!-- end: {name} -->"
-
-
-def block(page: str, name: str) -> str:
-    """What stands between two markers. Raises ValueError where a page does not have them."""
-    begin, end = markers(name)
-    return page[page.index(begin) + len(begin) : page.index(end)]
-
-
-def with_block(page: str, name: str, content: str) -> str:
-    begin, end = markers(name)
-    return page.replace(begin + block(page, name) + end, begin + content + end)
-
-
-def write(rows_of: Mapping[str, Rows]) -> None:
-    for name, contents in blocks(rows_of).items():
-        path = DOCS / name
-        page = path.read_text()
-        for block_name, content in contents.items():
-            page = with_block(page, block_name, content)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(page)
-        os.replace(aside, path)
+        found.setdefault(case.page, {})[case.name] = ledger_table(case, rows_of[case.name])
+    return found
 
 
 def main() -> None:
@@ -359,7 +333,8 @@ def main() -> None:
         for case in CASES:
             rows_of[case.name] = measured_rows(case, cache)
             print(f"{case.name}: {case.layout}: {len(rows_of[case.name])} rows, all as predicted")
-    write(rows_of)
+    for name, contents in blocks(rows_of).items():
+        pages.write(DOCS / name, contents)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold import __version__
 from fivefold.errors import UserError
+from fivefold.files import write_aside
+
+if TYPE_CHECKING:
+    from fivefold.plan.question import Question
 
 TRAIN_EXTRA = ("torch", "tokenizers", "safetensors")
 """What `fivefold[train]` brings, and the planner half does without."""
@@ -73,109 +78,137 @@ def options(
     """The options of fivefold itself, which come before the command."""
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="A name, such as llama-3.1-70b, or a config.json or its folder."
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME",
+        help='A name, such as dgx-h100, a file, or numbers: "h100:8x450GB/s,50GB/s".',
+    ),
+]
+GpusOption = Annotated[int | None, typer.Option("--gpus", metavar="N", help="Devices.")]
+SequenceOption = Annotated[
+    int | None, typer.Option("--seq", metavar="N", min=1, help="Tokens of a sequence; 4096.")
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--global-batch", metavar="N", help="Sequences of a step; about 4M tokens of them."
+    ),
+]
+BatchTokensOption = Annotated[
+    str | None,
+    typer.Option("--global-batch-tokens", metavar="N", help="The same in tokens, such as 16M."),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option("--precision", metavar="NAME", help="Of the products: bf16, fp8, ..; bf16."),
+]
+OnlyLayoutOption = Annotated[
+    str | None, typer.Option("--layout", metavar="TEXT", help="Look at this layout only.")
+]
+FixOption = Annotated[
+    str, typer.Option("--fix", metavar="TEXT", help='What must be so: "tp8 zero1".')
+]
+ForbidOption = Annotated[
+    str, typer.Option("--forbid", metavar="TEXT", help='What must not be: "pp zero3".')
+]
+TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Layouts shown.")]
+ObjectiveOption = Annotated[
+    str, typer.Option("--objective", metavar="NAME", help="time, memory or cost.")
+]
+TokensOption = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="N", help="Of the whole training, such as 15T."),
+]
+MaxMemoryOption = Annotated[
+    str | None, typer.Option("--max-memory", metavar="SIZE", help="Of a device, such as 70GB.")
+]
+HeadroomOption = Annotated[
+    str | None,
+    typer.Option("--headroom", metavar="SHARE", help="Of the memory, left free; such as 5%."),
+]
+MeasuredOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--measured",
+        metavar="LAYOUT=TIME",
+        help='A step of yours, "tp8 pp4=9.31s", that sharpens the rest; may be repeated.',
+    ),
+]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine", metavar="NAME", help="Runs it: megatron, nemo, fsdp, deepspeed or fivefold."
+    ),
+]
+MtpOption = Annotated[
+    bool, typer.Option("--mtp", help="Train the multi-token-prediction modules too.")
+]
+OffloadOption = Annotated[
+    bool, typer.Option("--offload", help="Keep the optimizer's state in host memory.")
+]
+ImbalanceOption = Annotated[
+    float,
+    typer.Option(
+        "--imbalance", metavar="X", help="Tokens of the busiest expert rank over the mean."
+    ),
+]
+MegatronOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from-megatron", metavar="ARGS", help="Read model and layout from Megatron arguments."
+    ),
+]
+DimsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dims",
+        metavar="TEXT",
+        help='A model without a file: "hidden=4096,layers=32,heads=32,vocab=128256,ffn=14336".',
+    ),
+]
+SaveOption = Annotated[
+    str | None,
+    typer.Option("--save", metavar="FILE", help="Write the first layout as a plan file."),
+]
+ListOption = Annotated[
+    bool, typer.Option("--list", help="Name the models and clusters that are known.")
+]
+
+
 @app.command()
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="A name, such as llama-3.1-70b, or a config.json or its folder."
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            help='A name, such as dgx-h100, a file, or numbers: "h100:8x450GB/s,50GB/s".',
-        ),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", help="Devices.")] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option("--seq", metavar="N", min=1, help="Tokens of a sequence; 4096."),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch", metavar="N", help="Sequences of a step; about 4M tokens of them."
-        ),
-    ] = None,
-    global_batch_tokens: Annotated[
-        str | None,
-        typer.Option("--global-batch-tokens", metavar="N", help="The same in tokens, such as 16M."),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option("--precision", metavar="NAME", help="Of the products: bf16, fp8, ..; bf16."),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option("--layout", metavar="TEXT", help="Look at this layout only."),
-    ] = None,
-    fix: Annotated[
-        str, typer.Option("--fix", metavar="TEXT", help='What must be so: "tp8 zero1".')
-    ] = "",
-    forbid: Annotated[
-        str, typer.Option("--forbid", metavar="TEXT", help='What must not be: "pp zero3".')
-    ] = "",
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Layouts shown.")] = 5,
-    objective: Annotated[
-        str, typer.Option("--objective", metavar="NAME", help="time, memory or cost.")
-    ] = "time",
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", metavar="N", help="Of the whole training, such as 15T."),
-    ] = None,
-    max_memory: Annotated[
-        str | None,
-        typer.Option("--max-memory", metavar="SIZE", help="Of a device, such as 70GB."),
-    ] = None,
-    headroom: Annotated[
-        str | None,
-        typer.Option("--headroom", metavar="SHARE", help="Of the memory, left free; such as 5%."),
-    ] = None,
-    measured: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--measured",
-            metavar="LAYOUT=TIME",
-            help='A step of yours, "tp8 pp4=9.31s", that sharpens the rest; may be repeated.',
-        ),
-    ] = None,
-    engine: Annotated[
-        str,
-        typer.Option("--engine", metavar="NAME", help="Runs it: megatron, nemo, fsdp or fivefold."),
-    ] = "megatron",
-    mtp: Annotated[
-        bool, typer.Option("--mtp", help="Train the multi-token-prediction modules too.")
-    ] = False,
-    imbalance: Annotated[
-        float,
-        typer.Option(
-            "--imbalance", metavar="X", help="Tokens of the busiest expert rank over the mean."
-        ),
-    ] = 1.0,
-    from_megatron: Annotated[
-        str | None,
-        typer.Option(
-            "--from-megatron", metavar="ARGS", help="Read model and layout from Megatron arguments."
-        ),
-    ] = None,
-    dims: Annotated[
-        str | None,
-        typer.Option(
-            "--dims",
-            metavar="TEXT",
-            help='A model without a file: "hidden=4096,layers=32,heads=32,vocab=128256,ffn=14336".',
-        ),
-    ] = None,
-    save: Annotated[
-        str | None,
-        typer.Option("--save", metavar="FILE", help="Write the first layout as a plan file."),
-    ] = None,
-    list_names: Annotated[
-        bool, typer.Option("--list", help="Name the models and clusters that are known.")
-    ] = False,
+    model: ModelArgument = None,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    sequence_length: SequenceOption = None,
+    global_batch: BatchOption = None,
+    global_batch_tokens: BatchTokensOption = None,
+    precision: PrecisionOption = None,
+    layout: OnlyLayoutOption = None,
+    fix: FixOption = "",
+    forbid: ForbidOption = "",
+    top: TopOption = 5,
+    objective: ObjectiveOption = "time",
+    tokens: TokensOption = None,
+    max_memory: MaxMemoryOption = None,
+    headroom: HeadroomOption = None,
+    measured: MeasuredOption = None,
+    engine: EngineOption = "megatron",
+    mtp: MtpOption = False,
+    offload: OffloadOption = False,
+    imbalance: ImbalanceOption = 1.0,
+    from_megatron: MegatronOption = None,
+    dims: DimsOption = None,
+    save: SaveOption = None,
+    list_names: ListOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Choose the layout: search all of them, and say what the best cost and why.
@@ -209,6 +242,7 @@ def plan(
             precision=precision,
             engine=engine,
             mtp=mtp,
+            offload=offload,
             imbalance=imbalance,
             layout=layout,
             from_megatron=from_megatron,
@@ -222,6 +256,11 @@ def plan(
             measured=tuple(measured or ()),
         )
     )
+    _show(question, as_json, save)
+
+
+def _show(question: Question, as_json: bool, save: str | None) -> None:
+    """Answers, prints, saves, and ends with the exit code."""
     from fivefold.plan.answer import answer, plan_file
 
     result = answer(question)
@@ -293,18 +332,13 @@ def export(
         print(f"note: {note}", file=sys.stderr)
 
 
-def _write(folder: str, files: dict[str, str]) -> list[str]:
-    """The paths of the files, written aside first and then renamed."""
-    paths = []
+def _write(folder: str, files: dict[str, str]) -> list[Path]:
+    """Writes the files; their paths."""
+    paths = [Path(folder, name) for name in files]
     try:
         os.makedirs(folder, exist_ok=True)
-        for name, text in files.items():
-            path = os.path.join(folder, name)
-            aside = f"{path}.{os.getpid()}"
-            with open(aside, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(aside, path)
-            paths.append(path)
+        for path, text in zip(paths, files.values(), strict=True):
+            write_aside(path, text)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
     return paths

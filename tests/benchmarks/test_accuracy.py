@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import accuracy, plots, published, spread
+from benchmarks import accuracy, pages, plots, published, spread
 from benchmarks.measurements import MEASUREMENTS, read
 from benchmarks.ranking import Sweep, ranking, sweeps
 from benchmarks.scores import Scored, figures, score
@@ -293,6 +293,6 @@ def test_the_page_shows_what_the_program_says_today():
     page = accuracy.PAGE.read_text(encoding="utf-8")
     made = accuracy.blocks(result, rows, as_unseen)
     for name, content in made.items():
-        assert accuracy.block(page, name) == content, f"{name}: run accuracy.py --write"
-    assert set(re.findall(r"<!-- accuracy: (\S+) -->", page)) == {*made, "halves", "published"}
+        assert pages.block(page, name) == content, f"{name}: run accuracy.py --write"
+    assert set(re.findall(r"<!-- begin: (\S+) -->", page)) == {*made, "halves", "published"}
     assert yaml.safe_load(intervals.ERRORS.read_text()) == spread.errors_file(rows, as_unseen)

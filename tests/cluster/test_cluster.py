@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 import yaml
@@ -89,17 +88,17 @@ def test_every_number_of_the_catalogue_has_a_source(path: Path) -> None:
 
 
 def test_a_measured_maximum_is_below_the_peak() -> None:
-    for device in map(load_device, device_names()):
-        for precision, flops in device.measured.items():
-            assert 0.4 < flops / device.peak_flops(precision) < 1
+    shares = [
+        flops / device.peak_flops(precision)
+        for device in map(load_device, device_names())
+        for precision, flops in device.measured.items()
+    ]
+    assert shares and all(0.4 < share < 1 for share in shares)
 
 
-def test_every_cluster_loads_at_once_and_for_any_number_of_devices() -> None:
-    load_cluster("dgx-h100", 8)
+def test_every_cluster_loads_for_any_number_of_devices() -> None:
     for name in catalogue_names():
-        start = perf_counter()
         cluster = load_cluster(name, 96)
-        assert perf_counter() - start < 0.1  # takes about 2 ms
         for gpus in (1, 2, 3, 8, 12, 64, 72, 500, 768):
             sizes = cluster.with_devices(gpus).tier_sizes.tolist()
             assert sizes[-1] == gpus

@@ -19,6 +19,7 @@ from fivefold.layout.notation import (
     with_global_batch,
 )
 from fivefold.layout.words import nearest_choices, nearest_multiples
+from tests.helpers import refusal
 
 RECOMPUTED = st.sampled_from(RECOMPUTE).flatmap(
     lambda mode: st.tuples(st.just(mode), st.integers(0, 90 if mode == "full" else 0))
@@ -46,12 +47,6 @@ LAYOUTS = st.builds(
     order=st.permutations(ORDER).map(tuple),
     layers=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple),
 )
-
-
-def refused(text: str, world_size: int | None = None) -> str:
-    with pytest.raises(UserError) as error:
-        parse(text, world_size)
-    return str(error.value)
 
 
 # Reading and printing
@@ -132,7 +127,7 @@ def test_schedules_that_are_planned_only_are_read_too():
 
 def test_interleaved_is_1f1b_with_chunks():
     assert parse("schedule=interleaved pp2 vpp2") == parse("pp2 vpp2 schedule=1f1b")
-    assert "vpp2" in refused("pp2 schedule=interleaved")
+    assert "vpp2" in refusal(parse, "pp2 schedule=interleaved")
 
 
 def test_stated_names_the_tokens_of_the_text_only():
@@ -180,7 +175,7 @@ def test_stated_names_the_tokens_of_the_text_only():
     ],
 )
 def test_text_that_is_no_layout_is_refused_in_one_sentence_with_the_cure(text: str, words: str):
-    message = refused(text)
+    message = refusal(parse, text)
     assert words in message
     assert "\n" not in message
     assert len(message) < 400
@@ -196,21 +191,21 @@ def test_dp_is_derived_from_the_number_of_devices():
 
 def test_a_stated_dp_must_fit_the_number_of_devices():
     assert parse("tp2 dp4", world_size=8).dp == 4
-    message = refused("tp2 pp2 ulysses2 dp2", world_size=8)
+    message = refusal(parse, "tp2 pp2 ulysses2 dp2", world_size=8)
     assert "tp 2 x pp 2 x cp 2 x dp 2 = 16 ranks" in message
     assert "devices is 8" in message
     assert "dp 1 would fit" in message
 
 
 def test_degrees_that_do_not_divide_the_devices_are_refused_with_divisors_and_nearest_counts():
-    message = refused("tp8", world_size=12)
+    message = refusal(parse, "tp8", world_size=12)
     assert "1, 2, 3, 4, 6 or 12" in message
     assert "8 or 16 devices" in message
-    assert "8 devices" in refused("tp8", world_size=4)
+    assert "8 devices" in refusal(parse, "tp8", world_size=4)
 
 
 def test_no_devices_at_all_are_refused():
-    assert "1 or more, not 0" in refused("tp2", world_size=0)
+    assert "1 or more, not 0" in refusal(parse, "tp2", world_size=0)
 
 
 # The textbook form
@@ -224,8 +219,8 @@ def test_edp_stands_in_place_of_dp():
 
 
 def test_an_edp_that_leaves_a_fraction_or_contradicts_dp_is_refused():
-    assert "edp may be 2 or 4" in refused("tp4 ep2 edp3")
-    assert "dp 4 and edp 1 contradict each other" in refused("dp4 ep2 edp1")
+    assert "edp may be 2 or 4" in refusal(parse, "tp4 ep2 edp3")
+    assert "dp 4 and edp 1 contradict each other" in refusal(parse, "dp4 ep2 edp1")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from itertools import product
 
 import numpy as np
@@ -104,12 +103,6 @@ def test_no_other_split_has_a_cheaper_slowest_stage(
     best = min(map(slowest, every_split))
     chosen = split_layers(num_layers, stages, embedding_cost, head_cost)
     assert slowest(chosen) == pytest.approx(best)
-
-
-def test_splitting_over_128_stages_takes_no_time():
-    start = time.perf_counter()
-    split_layers(1000, 128)
-    assert time.perf_counter() - start < 0.1
 
 
 def test_a_pipeline_with_fewer_layers_than_stages_is_refused_naming_the_largest_that_works():

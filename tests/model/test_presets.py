@@ -21,6 +21,7 @@ from fivefold.model.presets import (
     load_preset,
     preset_names,
 )
+from tests.helpers import refusal
 
 LLAMA = "hidden=4096,layers=32,heads=32,kv_heads=8,vocab=128256,ffn=14336"
 MIXTRAL = "hidden=4096 layers=32 heads=32 kv_heads=8 vocab=32000 experts=8 topk=2 moe_ffn=14336"
@@ -28,14 +29,6 @@ DEEPSEEK = (
     "hidden=7168,layers=61,heads=128,vocab=129280,ffn=18432,experts=256,topk=8,moe_ffn=2048,"
     "shared_ffn=2048,dense_layers=3,q_lora=1536,kv_lora=512,qk_nope=128,qk_rope=64,v_dim=128,mtp=1"
 )
-
-
-def refusal(text: str) -> str:
-    with pytest.raises(UserError) as error:
-        config_from_dimensions(text)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 # --- By name
@@ -102,23 +95,23 @@ def test_every_second_layer_can_be_a_mixture() -> None:
 @pytest.mark.parametrize("name", ["hidden", "layers", "heads", "vocab", "ffn"])
 def test_a_missing_width_is_an_error_that_names_it(name: str) -> None:
     words = [word for word in LLAMA.split(",") if not word.startswith(f"{name}=")]
-    assert f"no {name} " in refusal(",".join(words))
+    assert f"no {name} " in refusal(config_from_dimensions, ",".join(words))
 
 
 @pytest.mark.parametrize("name", ["experts", "topk", "moe_ffn"])
 def test_a_mixture_is_described_whole(name: str) -> None:
     words = [word for word in MIXTRAL.split() if not word.startswith(f"{name}=")]
-    assert f"no {name} " in refusal(" ".join(words))
+    assert f"no {name} " in refusal(config_from_dimensions, " ".join(words))
 
 
 @pytest.mark.parametrize("name", ["kv_lora", "qk_nope", "qk_rope", "v_dim"])
 def test_latent_attention_is_described_whole(name: str) -> None:
     words = [word for word in DEEPSEEK.split(",") if not word.startswith(f"{name}=")]
-    assert f"no {name} " in refusal(",".join(words))
+    assert f"no {name} " in refusal(config_from_dimensions, ",".join(words))
 
 
 def test_a_mixture_with_dense_layers_needs_their_width() -> None:
-    assert "no ffn " in refusal(MIXTRAL + " dense_layers=1")
+    assert "no ffn " in refusal(config_from_dimensions, MIXTRAL + " dense_layers=1")
 
 
 @pytest.mark.parametrize(
@@ -137,11 +130,11 @@ def test_a_mixture_with_dense_layers_needs_their_width() -> None:
     ],
 )
 def test_a_word_that_does_not_fit_is_refused_by_name(word: str, named: str) -> None:
-    assert named in refusal(f"{LLAMA},{word}")
+    assert named in refusal(config_from_dimensions, f"{LLAMA},{word}")
 
 
 def test_kv_heads_are_refused_beside_latent_attention() -> None:
-    assert "kv_heads says nothing" in refusal(DEEPSEEK + ",kv_heads=8")
+    assert "kv_heads says nothing" in refusal(config_from_dimensions, DEEPSEEK + ",kv_heads=8")
 
 
 SIZE = st.integers(1, 64)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from fivefold.plan.answer import answer, plan_file
 from fivefold.plan.intervals import sharpen
 from fivefold.plan.planfile import load, save
 from fivefold.plan.question import Options, ask
+from fivefold.plan.search import NEAR
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 
 NODES = "989TFLOPS,80GB,3.35TB/s:8x450GB/s,50GB/s"
 """Nodes of eight 80 GB devices, in round numbers."""
@@ -67,10 +71,13 @@ KEYS = {
         "engine",
         "mtp",
         "imbalance",
+        "offload",
         "objective",
         "fix",
         "forbid",
         "tokens",
+        "checkpoint_bytes",
+        "loading_bytes",
         "memory_limit_bytes",
         "measured",
         "measured_factor",
@@ -172,6 +179,20 @@ def test_the_keys_are_stable(path):
     assert found and all(each == KEYS[path] for each in found)
 
 
+@pytest.mark.parametrize("path", [path for path in KEYS if "." not in path])
+def test_the_page_names_every_key(path):
+    assert all(f"`{key}`" in PAGE for key in KEYS[path])
+
+
+def test_the_checkpoint_and_the_memory_for_loading_are_those_of_the_model():
+    job = planned(model="llama-3.1-8b", gpus=16)["job"]
+    assert (
+        job["checkpoint_bytes"]
+        == 14 * planned(model="llama-3.1-8b", gpus=16)["model"]["total_params"]
+    )
+    assert job["loading_bytes"] == 8 * 5e9  # a file for each device of a node
+
+
 def test_equal_questions_have_equal_answers():
     def once() -> str:
         result = answer(ask(Options(model="qwen3-30b-a3b", cluster=NODES, gpus=16)))
@@ -199,10 +220,16 @@ def test_numbers_of_a_layout_agree_with_each_other():
     assert parse(first["layout"]).global_batch == job["global_batch"]
 
 
+def simplest_first(numbers: list[float]) -> bool:
+    """Ordered, but for the first, which may be simpler and a little slower than the best."""
+    first, *others = numbers
+    return others == sorted(others) and first <= min(numbers) * (1 + NEAR)
+
+
 def test_the_list_is_ordered_by_step_time_and_the_others_are_held_against_the_first():
     layouts = planned(model="llama-3.1-8b", gpus=16)["layouts"]
     steps = [each["step_time_s"] for each in layouts]
-    assert steps == sorted(steps) and len(steps) == 5
+    assert simplest_first(steps) and len(steps) == 5
     ratio = layouts[1]["why"][0]["step_time_ratio"]
     assert ratio == pytest.approx(steps[1] / steps[0])
 
@@ -216,7 +243,7 @@ def test_the_objective_memory_asks_for_the_least():
 def test_the_objective_cost_may_take_fewer_devices():
     layouts = planned(model="llama-3.1-8b", gpus=64, objective="cost", tokens="1T")["layouts"]
     hours = [each["device_hours"] for each in layouts]
-    assert hours == sorted(hours)
+    assert simplest_first(hours)
     assert all(each["devices"] == parse(each["layout"]).world_size for each in layouts)
     assert {each["devices"] for each in layouts} - {64}
 

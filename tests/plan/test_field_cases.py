@@ -188,7 +188,9 @@ def test_case_67_the_step_is_as_long_as_the_stated_overlap_makes_it():
 
 def test_case_67_every_row_is_calls_times_payload_times_the_operations_factor():
     factor = {"all_reduce": 2 * 15 / 16, "all_gather": 15 / 16, "reduce_scatter": 15 / 16}
-    for row in dp16(NETWORK).ledger:
+    ledger = dp16(NETWORK).ledger
+    assert ledger
+    for row in ledger:
         assert row.group_size == 16
         expected = row.calls * row.payload_bytes * factor[row.op]
         assert row.wire_bytes == pytest.approx(expected)

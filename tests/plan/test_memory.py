@@ -11,6 +11,7 @@ from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import LayerKind, ModelConfig, load_config
 from fivefold.model.presets import load_preset
+from fivefold.parallel.work import role_rank
 from fivefold.plan.activations import layer_activations, routed_copies
 from fivefold.plan.job import ENGINES, Engine, Job
 from fivefold.plan.memory import (
@@ -156,8 +157,7 @@ def test_case_58_activations_grow_with_micro_batches_under_gpipe_alone() -> None
     same = [float(one(tiny, text).kinds["activations"][0]) for text in texts]
     assert len(set(same)) == 1
     growing = [
-        float(one(tiny, f"{text} schedule=gpipe").roles["first"]["activations"][0])
-        for text in texts
+        stage_memory(tiny, parse(f"{text} schedule=gpipe"))[0]["activations"] for text in texts
     ]
     assert growing == pytest.approx([growing[0] * count / 2 for count in counts])
 
@@ -172,10 +172,10 @@ def test_case_59_logits_are_on_the_last_stage_and_split_by_tp(vocab_size, gib) -
     assert float(whole[0]) / GIB == pytest.approx(gib, abs=6e-4)
     assert one(fp32, "tp8 sp").kinds["logits"] == whole / 8
 
+    first, last = stage_memory(fp32, parse("pp2 ga4"))
+    assert (first["logits"], last["logits"]) == (0, whole)
     piped = one(fp32, "pp2 ga4")
-    assert piped.roles["first"]["logits"] == 0
-    assert piped.roles["last"]["logits"] == whole
-    assert piped.worst == "last"
+    assert (piped.worst, piped.kinds["logits"]) == ("last", whole)
 
 
 def test_case_59_logits_in_chunks_of_1024_of_8192_tokens_take_an_eighth() -> None:
@@ -282,7 +282,7 @@ def test_interleaving_multiplies_the_first_ranks_activations() -> None:
     pp, vpp = 4, 2  # by 1 + (p - 1) / (p v), arXiv:2205.05198, section 4.2.3
     tiny = job(TINY, sequence_length=64)
     plain, interleaved = (
-        one(tiny, text).roles["first"]["activations"]
+        stage_memory(tiny, parse(text))[0]["activations"]
         for text in (f"pp{pp} ga16", f"pp{pp} vpp{vpp} ga16")
     )
     assert interleaved / plain == pytest.approx(1 + (pp - 1) / (pp * vpp))
@@ -348,11 +348,13 @@ def test_16_bit_moments_and_gradients_take_what_they_take() -> None:
 
 def test_mtp_adds_a_module_and_its_logits_to_the_last_stage_alone() -> None:
     deepseek = job(load_preset("deepseek-v3"))
-    text = "pp8 dp8 zero1 ep8 ga16"
-    without, with_mtp = one(deepseek, text), one(replace(deepseek, mtp=True), text)
+    layout = parse("pp8 dp8 zero1 ep8 ga16")
+    without, with_mtp = (
+        stage_memory(each, layout) for each in (deepseek, replace(deepseek, mtp=True))
+    )
     for kind in ("weights", "activations"):
-        assert with_mtp.roles["last"][kind] > without.roles["last"][kind]
-        assert with_mtp.roles["middle"][kind] == without.roles["middle"][kind]
+        assert with_mtp[-1][kind] > without[-1][kind]
+        assert with_mtp[4][kind] == without[4][kind]
 
 
 def test_the_optimizer_step_is_the_peak_where_activations_are_small() -> None:
@@ -394,6 +396,6 @@ def test_a_layout_in_full_agrees_with_its_estimate(text: str) -> None:
     memory = estimate_memory(deepseek, Layouts.of([layout]))
     worst = max(sum(stage[kind] for kind in KINDS) for stage in stages)
     assert worst == pytest.approx(float(memory.peak_bytes[0]), rel=0.02)
-    for role, stage in (("first", stages[0]), ("last", stages[-1])):
-        for kind in KINDS:
-            assert stage[kind] == pytest.approx(float(memory.roles[role][kind][0]), rel=1e-6), kind
+    rank = int(role_rank(deepseek.config, layout, memory.worst[0]))
+    for kind in KINDS:
+        assert stages[rank][kind] == pytest.approx(float(memory.kinds[kind][0]), rel=1e-6), kind

@@ -44,9 +44,9 @@ def test_a_model_file_is_found_from_another_folder(tmp_path, monkeypatch):
     assert (tmp_path / "plans" / model).samefile(tmp_path / "model.json")
 
 
-def test_layout_of_states_the_degree_that_follows_from_the_gpus(tmp_path):
+def test_the_layout_states_the_degree_that_follows_from_the_gpus(tmp_path):
     path = written(tmp_path, layout="tp2 pp2 zero1 ga4")
-    assert planfile.layout_of(path) == "tp2 pp2 dp2 zero1 ga4"
+    assert str(planfile.load(path).parsed_layout()) == "tp2 pp2 dp2 zero1 ga4"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.layout.notation import parse
+from fivefold.model.presets import PUBLISHED, read_model
+from fivefold.plan.answer import answer, plan_file
+from fivefold.plan.planfile import load, save
 from fivefold.plan.question import (
     Options,
     ask,
     memory_bytes,
     number,
-    read_model,
     round_batch,
     share,
 )
@@ -136,4 +138,16 @@ def test_units_are_read():
 def test_a_model_may_be_given_by_its_dimensions():
     text = "hidden=64,layers=2,heads=4,vocab=128,ffn=256"
     assert read_model(text).num_layers == 2
-    assert ask(options(model=text)).model == text
+    question = ask(options(model=text))
+    assert (question.model, question.name) == (text, "by dimensions")
+
+
+def test_a_path_with_an_equals_sign_is_a_path_here_and_in_a_plan_file(tmp_path):
+    folder = tmp_path / "lr=1e-3"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((PUBLISHED / "llama-3.1-8b.json").read_bytes())
+    question = ask(options(model=str(folder / "config.json")))
+    assert question.name == "lr=1e-3"
+    path = tmp_path / "plan.yaml"
+    save(plan_file(question, answer(question)), path)
+    assert load(path).read_model() == question.job.config

@@ -4,10 +4,8 @@ import copy
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fivefold.report.plan_tables import (
-    WIDTH,
     format_seconds,
     layouts_table,
     neighbours_table,
@@ -16,6 +14,7 @@ from fivefold.report.plan_tables import (
     stages_table,
     traffic_table,
 )
+from tests.helpers import line_with, printed
 
 GIGA = 10**9
 
@@ -118,6 +117,8 @@ def answer(**changes: Any) -> dict[str, Any]:
             "precision": "bf16",
             "engine": "megatron",
             "memory_limit_bytes": 80 * GIGA,
+            "checkpoint_bytes": 988 * GIGA,
+            "loading_bytes": 40 * GIGA,
             "measured": [
                 {
                     "layout": "tp8",
@@ -146,19 +147,6 @@ def answer(**changes: Any) -> dict[str, Any]:
     }
 
 
-def printed(*parts: Any) -> str:
-    console = Console(width=WIDTH, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(*parts, sep="\n")
-    return capture.get()
-
-
-def line_with(text: str, *words: str) -> str:
-    lines = [line for line in text.splitlines() if all(word in line for word in words)]
-    assert len(lines) == 1, text
-    return " ".join(lines[0].split())
-
-
 def test_the_report_fits_in_100_columns_and_has_every_part():
     text = printed(*plan_report(answer()))
     assert max(map(len, text.splitlines())) <= 100
@@ -169,6 +157,7 @@ def test_the_report_fits_in_100_columns_and_has_every_part():
         "measured tp8: 9.30 s, predicted 8.00 s",
         "all times are predicted 1.080 x as long",
         "its limit is 80.0",
+        "A checkpoint takes 988 GB; reading the weights, 40.0 GB of a node's memory.",
         "MFU counts causal attention",
         "the first has 45.5%",
         "SP > DP > PP, not the usual",

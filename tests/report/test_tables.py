@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fivefold.layout.notation import parse
 from fivefold.ledger import Ledger, Transfer
@@ -18,19 +17,7 @@ from fivefold.report.tables import (
 )
 from fivefold.train.check import CheckReport, ledger_rows
 from fivefold.train.parity import Comparison
-
-
-def printed(table) -> str:
-    console = Console(width=100, no_color=True)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
-def line_with(text: str, *words: str) -> str:
-    lines = [line for line in text.splitlines() if all(word in line for word in words)]
-    assert len(lines) == 1, text
-    return lines[0]
+from tests.helpers import line_with, printed
 
 
 @pytest.mark.parametrize(
@@ -77,8 +64,8 @@ def test_the_ledger_table_shows_predicted_beside_measured_and_a_total_of_each_sp
 def test_a_difference_of_one_byte_is_visible():
     rows = ledger_rows(Ledger([gradients(1)]), Ledger([gradients(1, size=4_000_001)]))
     text = printed(ledger_table(rows, "One rank"))
-    assert "1 x 4,000,000 B  " in line_with(text, "4,000,000 B")
-    assert "-  1 x 4,000,001 B" in line_with(text, "4,000,001 B")
+    assert "1 x 4,000,000 B - 0 B" in line_with(text, "4,000,000 B")
+    assert "- 1 x 4,000,001 B" in line_with(text, "4,000,001 B")
 
 
 def test_pipeline_ranks_that_send_the_same_share_a_table():

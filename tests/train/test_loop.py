@@ -28,6 +28,7 @@ from fivefold.train.loop import choose_start, train
 from fivefold.train.prepare import prepare_run
 from fivefold.train.runfile import Run, load_run
 from fivefold.train.trainer import StepResult, Trainer
+from tests.helpers import refusal
 
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -232,19 +233,12 @@ def test_a_learning_rate_that_would_jump_is_told(
 # --- what is refused ---------------------------------------------------------------------------
 
 
-def refused(run: Run) -> str:
-    with pytest.raises(UserError) as told:
-        train(run)
-    assert "\n" not in str(told.value)
-    return str(told.value)
-
-
 def test_a_folder_with_checkpoints_is_not_trained_over(values: dict[str, Any]) -> None:
     train(make(values, layout="dp1", steps=1, checkpoint={"every": 1}))
     before = metrics(values)
-    assert "add --resume to go on from there" in refused(make(values))
+    assert "add --resume to go on from there" in refusal(train, make(values))
     other = make(values, seed=1, checkpoint={"resume": True})
-    assert "seed is 0 there and 1 here" in refused(other)
+    assert "seed is 0 there and 1 here" in refusal(train, other)
     assert metrics(values) == before
 
 
@@ -265,9 +259,9 @@ def test_an_out_that_cannot_be_written_is_refused(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert "is a file" in refused(make(values, out=str(tmp_path / "file" / "out")))
+    assert "is a file" in refusal(train, make(values, out=str(tmp_path / "file" / "out")))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "does not allow it" in refused(make(values))
+    assert "does not allow it" in refusal(train, make(values))
     assert not (tmp_path / "out").exists()
 
 
@@ -276,7 +270,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
 ) -> None:
     free = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: free)
-    assert "12 bytes a parameter" in refused(make(values, checkpoint={"every": 1}))
+    assert "12 bytes a parameter" in refusal(train, make(values, checkpoint={"every": 1}))
     assert not (tmp_path / "out").exists()
 
 
@@ -285,7 +279,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
 
 def test_a_run_without_finite_gradients_stops_after_ten_steps(values: dict[str, Any]) -> None:
     optimizer = {"lr": 1e38, "clip": None}
-    told = refused(make(values, steps=20, optimizer=optimizer))
+    told = refusal(train, make(values, steps=20, optimizer=optimizer))
     skipped = [row["step"] for row in metrics(values) if row["skipped"]]
     assert len(skipped) == 10
     assert f"not finite in steps {skipped[0]} to {skipped[-1]}" in told

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import UserError
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.model.config import load_config
 from fivefold.train.runfile import load_run
+from tests.helpers import refusal
 
 SMALLEST = """
 model: config.json
@@ -37,14 +37,6 @@ def write(tmp_path):
 @pytest.fixture
 def smallest(write):
     return write(SMALLEST)
-
-
-def refusal(*args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        load_run(*args, **kwargs)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 def test_what_is_left_out_has_its_default(smallest):
@@ -143,7 +135,7 @@ def test_a_model_may_be_given_inline(smallest):
 def test_a_value_of_the_wrong_kind_is_refused_with_key_value_and_what_is_wanted(
     smallest, override, sentence
 ):
-    assert refusal(smallest, overrides=[override]) == f"{smallest}: {sentence}"
+    assert refusal(load_run, smallest, overrides=[override]) == f"{smallest}: {sentence}"
 
 
 def test_a_run_may_end_within_its_warm_up(smallest):
@@ -152,7 +144,9 @@ def test_a_run_may_end_within_its_warm_up(smallest):
 
 @pytest.mark.parametrize("wish", ["checkpoint.every=5", "checkpoint.resume=true", "tensorboard=on"])
 def test_what_writes_files_needs_a_folder(smallest, wish):
-    assert f"{wish.split('=')[0]} needs a folder: set out" in refusal(smallest, overrides=[wish])
+    assert f"{wish.split('=')[0]} needs a folder: set out" in refusal(
+        load_run, smallest, overrides=[wish]
+    )
     assert load_run(smallest, overrides=[wish], out="runs").out is not None
 
 
@@ -177,21 +171,23 @@ def test_what_writes_files_needs_a_folder(smallest, wish):
     ],
 )
 def test_a_wrong_override_is_refused_and_quoted(smallest, override, sentence):
-    message = refusal(smallest, overrides=[override])
+    message = refusal(load_run, smallest, overrides=[override])
     assert message.startswith(f"--set {override}: ")
     assert sentence in message
 
 
 def test_an_unknown_key_in_the_file_is_named_with_its_section_and_the_nearest(write):
     path = write(SMALLEST + "  learning_rate: 3\n")
-    assert refusal(path).startswith(f"{path}: unknown key optimizer.learning_rate; known here: lr")
+    assert refusal(load_run, path).startswith(
+        f"{path}: unknown key optimizer.learning_rate; known here: lr"
+    )
     path = write(SMALLEST.replace("global_batch", "globalbatch"))
-    assert refusal(path) == f"{path}: unknown key globalbatch; did you mean global_batch?"
+    assert refusal(load_run, path) == f"{path}: unknown key globalbatch; did you mean global_batch?"
 
 
 def test_a_key_given_twice_is_refused_with_its_line(write):
     path = write(SMALLEST + "steps: 20\n")
-    message = refusal(path)
+    message = refusal(load_run, path)
     assert (
         message == f"{path}: the run file is not valid YAML, line 9: the key steps is given twice"
     )
@@ -211,20 +207,22 @@ def test_a_key_given_twice_is_refused_with_its_line(write):
 )
 def test_a_file_that_is_no_mapping_is_refused_with_the_line(write, text, sentence):
     path = write(text)
-    message = refusal(path)
+    message = refusal(load_run, path)
     assert message.startswith(f"{path}: the run file") and sentence in message
 
 
 def test_a_missing_file_is_refused_with_the_nearest_name(smallest, tmp_path):
     asked = tmp_path / "rum.yaml"
-    assert refusal(asked) == f"{asked}: there is no such run file; did you mean {smallest}?"
-    assert "there is no such run file" in refusal(tmp_path / "no" / "run.yaml")
+    assert (
+        refusal(load_run, asked) == f"{asked}: there is no such run file; did you mean {smallest}?"
+    )
+    assert "there is no such run file" in refusal(load_run, tmp_path / "no" / "run.yaml")
 
 
 def test_a_folder_and_a_binary_file_are_refused(tmp_path):
-    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "cannot be read: Is a directory" in refusal(load_run, tmp_path)
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "is not UTF-8 text" in refusal(tmp_path / "run.yaml")
+    assert "is not UTF-8 text" in refusal(load_run, tmp_path / "run.yaml")
 
 
 def test_a_run_cannot_be_changed(smallest):

@@ -83,3 +83,12 @@ class Layouts(Degrees):
         """The layouts that a mask [n], an array of indices or a slice chooses."""
         arrays: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ARRAYS}
         return Layouts(**arrays, order=self.order, layers=self.layers)
+
+
+def alike(layouts: Sequence[Layout]) -> list[list[int]]:
+    """Indices of those that one `Layouts` can hold together: with the same order and layers."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, layout in enumerate(layouts):
+        key = tuple(getattr(layout, name) for name in SHARED)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

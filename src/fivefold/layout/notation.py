@@ -75,6 +75,7 @@ class Degrees:
 
     @property
     def world_size(self) -> Any:
+        """Devices, one for each rank."""
         return self.dp * self.pp * self.tp * self.cp
 
     @property

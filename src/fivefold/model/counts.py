@@ -63,7 +63,6 @@ class ParameterCounts:
     active_matmul: int
     embedding: int  # with that of positions, where it is learned
     head: int  # 0 when tied
-    final_norm: int
     routed_experts: int  # of all layers
     mtp: int  # all of the multi-token-prediction modules; 0 unless asked for
     # Of one layer that has it (all such layers are alike), 0 when no layer has it:
@@ -91,7 +90,6 @@ def count_parameters(config: ModelConfig, *, mtp: bool = False) -> ParameterCoun
         active_matmul=active - looked_up,
         embedding=embedding,
         head=head_matrix,
-        final_norm=head - head_matrix,
         routed_experts=sum(layers[kind].routed_experts * kinds[kind] for kind in kinds),
         mtp=sum(layers[kind].total * kinds[kind] for kind in kinds if kind.mtp),
         attention=max(layer.attention for layer in layers.values()),
@@ -153,13 +151,12 @@ def flops_per_token(
 
     `mtp`: with the multi-token-prediction modules, each of which runs the head once more.
     """
-    kinds = _kinds(config, mtp)
-    heads = head_flops_per_token(config)
+    multiplying = count_parameters(config, mtp=mtp).active_matmul
     if mtp:
-        heads += config.mtp_layers * 6 * embedding_weight(config).elements
-    return heads + sum(
-        count * layer_flops_per_token(config, kind, sequence_length, causal)
-        for kind, count in kinds.items()
+        multiplying += config.mtp_layers * embedding_weight(config).elements
+    return 6 * multiplying + sum(
+        count * _attention_flops(config, kind, sequence_length, causal)
+        for kind, count in _kinds(config, mtp).items()
     )
 
 
@@ -167,11 +164,17 @@ def layer_flops_per_token(
     config: ModelConfig, kind: LayerKind, sequence_length: int, causal: bool
 ) -> int:
     """The part of `flops_per_token` that one layer of this kind does."""
+    attention = _attention_flops(config, kind, sequence_length, causal)
+    return 6 * layer_parameters(config, kind).active + attention
+
+
+def _attention_flops(
+    config: ModelConfig, kind: LayerKind, sequence_length: int, causal: bool
+) -> int:
+    """Of one layer's attention a token, without its weights."""
     keys = min(sequence_length, kind.window) if kind.window else sequence_length
     attention = 6 * config.num_heads * (config.qk_head_dim + config.v_head_dim) * keys
-    if causal:
-        attention //= 2  # exact: 6 is even
-    return 6 * layer_parameters(config, kind).active + attention
+    return attention // 2 if causal else attention  # exact: 6 is even
 
 
 def head_flops_per_token(config: ModelConfig) -> int:

@@ -62,6 +62,18 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change the mathematics but no size, with the values that can be trained."""
 
+LARGEST_COUNT = 10_000_000
+LARGEST_LAYERS = 10_000
+"""No width, number of rows, heads or experts, and no number of layers, is beyond these: a slip of the
+keyboard must not become arithmetic that overflows."""
+
+
+def refuse_absurd(name: str, count: int) -> None:
+    """UserError for a width or count of a model that is beyond sense."""
+    most = LARGEST_LAYERS if "layer" in name or name == "mtp" else LARGEST_COUNT
+    if count > most:
+        raise UserError(f"{name} {count:,} is too large: the most is {most:,}")
+
 
 class Keys:
     """One JSON object of a config.json.
@@ -101,6 +113,7 @@ class Keys:
         if type(value) is not int or value < (0 if zero_allowed else 1):
             kind = "an integer of at least 0" if zero_allowed else "a positive integer"
             raise self._wrong(name, value, kind)
+        refuse_absurd(self._named(name), value)
         return value
 
     def number(

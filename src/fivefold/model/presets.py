@@ -7,12 +7,15 @@ the GPT models that Megatron's papers trained, which have no file.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig, load_config
+from fivefold.model.keys import refuse_absurd
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -51,20 +54,34 @@ def load_preset(name: str) -> ModelConfig:
     return load_config(PUBLISHED / f"{name}.json")
 
 
+def read_model(source: str | dict[str, Any]) -> ModelConfig:
+    """A model as the command line or a plan file names it: preset, path, dimensions, or the keys
+    of a config.json. UserError where there is none."""
+    if isinstance(source, dict):
+        return load_config(source)
+    return config_from_dimensions(source) if are_dimensions(source) else load_model(source)
+
+
+def are_dimensions(text: str) -> bool:
+    """Whether a model is named by its dimensions. A path may have an equals sign in it too."""
+    return "=" in text and not Path(text).exists()
+
+
 def load_model(text: str) -> ModelConfig:
     """A model by the name of a preset, or else by the path of a config.json or of its folder.
 
-    Raises UserError: for what is neither with the nearest names.
+    Raises UserError: for what is neither with the nearest names, where some are near.
     """
     names = preset_names()
     if text.lower() in names:
         return load_preset(text.lower())
     if Path(text).exists() or "/" in text or text.endswith(".json"):
         return load_config(text)
-    near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4) or names[:3]
+    near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.6)
+    cure = f"the nearest names are {', '.join(near)}" if near else "fivefold plan --list has them"
     raise UserError(
         f"the model {text!r} is neither a file nor a folder nor one of the {len(names)} named "
-        f"models; the nearest names are {', '.join(near)}"
+        f"models; {cure}"
     )
 
 
@@ -123,9 +140,10 @@ class _Dimensions:
                     f"guessed; add {name}=..."
                 )
             return default
-        value = int(text) if text.isdecimal() and len(text) < 19 else -1
+        value = int(text) if re.fullmatch("[0-9]{1,100}", text) else -1
         if value < (0 if default == 0 else 1):
             raise UserError(f"{name}={text} must be a positive whole number")
+        refuse_absurd(name, value)
         return value
 
     def switch(self, name: str, default: bool) -> bool:

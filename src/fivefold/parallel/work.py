@@ -95,9 +95,11 @@ class Work:
     flat: bool = False  # ZeRO shards one flat buffer, as other programs do, not each weight's rows
 
     def count_layers(self, which: Callable[[LayerKind], bool] = lambda kind: True) -> Any:
+        """Layers of the kinds that `which` chooses."""
         return sum(count for kind, count in self.layers if which(kind))
 
     def count_recomputed(self, which: Callable[[LayerKind], bool] = lambda kind: True) -> Any:
+        """Those of them that are recomputed in the backward pass."""
         pairs = zip(self.layers, self.recomputed, strict=True)
         return sum(count for (kind, _), count in pairs if which(kind))
 

@@ -34,6 +34,7 @@ class LayerBytes:
 
     @property
     def whole(self) -> Numbers:
+        """What is kept without recomputation, in all."""
         return sum(self.kept.values())
 
 

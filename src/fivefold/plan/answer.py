@@ -16,11 +16,12 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.plan import explain
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.plan.explain import gb
+from fivefold.plan.explain import gb, largest_differences
 from fivefold.plan.intervals import Sharpened, sharpen
 from fivefold.plan.job import Job
+from fivefold.plan.memory import checkpoint_bytes, loading_bytes
 from fivefold.plan.question import Question
-from fivefold.plan.search import Wishes, limit_bytes, search
+from fivefold.plan.search import search
 from fivefold.plan.shortage import shortage
 
 if TYPE_CHECKING:
@@ -28,13 +29,10 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 
-NEARLY = 0.005
-"""Shares of a step below this are not named as a difference."""
-
 
 def answer(question: Question) -> Answer:
     """Search, or look at the one layout that is asked about, and explain."""
-    job, wishes = question.job, wishes_of(question)
+    job, wishes = question.job, question.wishes
     if question.layout is not None:
         _refuse_illegal(job, question.layout)
     found = search(job, wishes)
@@ -44,7 +42,7 @@ def answer(question: Question) -> Answer:
     chosen = best
     if question.layout is not None:
         chosen = [_scaled(job, estimate(job, question.layout), sharpened)]
-    limit = _limit(question, best)
+    limit = found.limit_bytes
     result: Answer = {
         "model": _model(question),
         "cluster": _cluster(job.cluster),
@@ -76,27 +74,6 @@ def answer(question: Question) -> Answer:
     if question.layout is not None:
         _compare(result, question, chosen[0], best, limit)
     return result
-
-
-def wishes_of(question: Question) -> Wishes:
-    options = question.options
-    return Wishes(
-        fix=options.fix,
-        forbid=options.forbid,
-        top=options.top,
-        objective=options.objective,
-        max_memory_bytes=question.max_memory_bytes,
-        headroom=question.headroom,
-        tokens=question.tokens,
-    )
-
-
-def _limit(question: Question, best: list[Estimate]) -> float:
-    """Bytes that a layout may take of a device: all, where the best could not do with less."""
-    limit = limit_bytes(question.job, wishes_of(question))
-    if best and best[0].peak_memory_bytes > limit:
-        return float(question.job.cluster.device.memory_bytes)
-    return limit
 
 
 def _job_of(question: Question, layout: Layout) -> Job:
@@ -178,7 +155,8 @@ def _cluster(cluster: Cluster) -> Answer:
 
 
 def _job(question: Question) -> Answer:
-    job = question.job
+    job, wishes = question.job, question.wishes
+    node = min(job.cluster.tiers[0].size or 1, job.cluster.num_devices)
     return {
         "sequence_length": job.sequence_length,
         "global_batch": job.global_batch,
@@ -186,11 +164,14 @@ def _job(question: Question) -> Answer:
         "precision": job.precision,
         "engine": job.engine.name,
         "mtp": job.mtp,
+        "offload": job.engine.host_optimizer,
         "imbalance": job.imbalance,
-        "objective": question.options.objective,
-        "fix": question.options.fix,
-        "forbid": question.options.forbid,
+        "objective": wishes.objective,
+        "fix": wishes.fix,
+        "forbid": wishes.forbid,
         "tokens": question.tokens,
+        "checkpoint_bytes": checkpoint_bytes(job),
+        "loading_bytes": loading_bytes(job.config, node),
     }
 
 
@@ -303,18 +284,9 @@ def _neighbour(each: explain.Neighbour, factor: float) -> Answer:
 def _difference(name: str, first: Estimate, other: Estimate) -> explain.Reason:
     """What costs another layout most against the first."""
     ratio = other.step_time_s / first.step_time_s
-    more = {
-        what: other.seconds.get(what, 0.0) - first.seconds.get(what, 0.0)
-        for what in dict.fromkeys([*first.seconds, *other.seconds])
-    }
-    named = [
-        f"{what} {seconds:+.2f} s"
-        for what, seconds in sorted(more.items(), key=lambda item: -abs(item[1]))
-        if abs(seconds) >= NEARLY * first.step_time_s
-    ]
     text = f"{ratio:.3f} x the step of {name}"
-    if named:
-        text += f": {', '.join(named[:3])}"
+    if named := largest_differences(first, other):
+        text += f": {', '.join(named)}"
     memory = other.peak_memory_bytes - first.peak_memory_bytes
     if abs(memory) >= 1e9:
         text += f"; {gb(abs(memory))} {'more' if memory > 0 else 'less'} memory"
@@ -339,7 +311,7 @@ def _compare(
     why = result["layouts"][0]["why"]
     if asked.peak_memory_bytes > limit:
         needs = gb(asked.peak_memory_bytes)
-        text = f"It does not fit: stage {asked.worst_stage} needs {needs} {explain.has(limit)}."
+        text = f"It does not fit: stage {asked.worst_stage} needs {needs} {explain.to_use(limit)}."
         why.insert(0, asdict(explain.Reason("memory", text, asked.peak_memory_bytes)))
     if not best:
         return

@@ -17,40 +17,46 @@ from fivefold.plan.estimate import Simulated, simulate
 from fivefold.plan.job import Job
 from fivefold.plan.memory import KINDS, stage_memory
 
-WORTH_A_LIST = 0.005
-"""Share of a step that a list of layers must save: less does not pay for a longer layout."""
+NEAR = 0.005
+"""Share of a step that does not pay for a more intricate layout, such as one with a list of
+layers: of times nearer to each other than this, the simpler layout's is better."""
 
 
 def balanced(
-    job: Job, timed: list[tuple[Layout, Simulated]], limit_bytes: float
+    job: Job, timed: list[tuple[Layout, Simulated]], limit_bytes: float, top: int
 ) -> list[tuple[Layout, Simulated]]:
     """Layouts with their times, each with balanced layers where the simulated step is shorter by
-    more than `WORTH_A_LIST` and every stage takes at most `limit_bytes`."""
+    more than `NEAR` and every stage takes at most `limit_bytes`. Those that would not be
+    among the `top` fastest even so stay as they are."""
     result = list(timed)
-    tried = {i: _with_list(job, each) for i, (_, each) in enumerate(result)}
-    tried = {i: layout for i, layout in tried.items() if layout is not None}
+    slowest_s = sorted(time.step_s for _, time in timed)[:top][-1] if timed else 0.0
+    tried: dict[int, Layout] = {}
+    for i, (_, time) in enumerate(timed):
+        layout, saved_s = _with_list(job, time)
+        if layout is not None and time.step_s - saved_s <= slowest_s:
+            tried[i] = layout
     for (i, layout), time in zip(tried.items(), simulate(job, list(tried.values())), strict=True):
-        if time.step_s < result[i][1].step_s * (1 - WORTH_A_LIST) and _fits(
-            job, layout, limit_bytes
-        ):
+        shorter = time.step_s < result[i][1].step_s * (1 - NEAR)
+        if shorter and _every_stage_fits(job, layout, limit_bytes):
             result[i] = layout, time
     return result
 
 
-def _fits(job: Job, layout: Layout, limit_bytes: float) -> bool:
+def _every_stage_fits(job: Job, layout: Layout, limit_bytes: float) -> bool:
     return all(
         sum(stage[kind] for kind in KINDS) <= limit_bytes for stage in stage_memory(job, layout)
     )
 
 
-def _with_list(job: Job, simulated: Simulated) -> Layout | None:
-    """The layout with balanced layers; None where that is no better by the seconds of its ranks.
+def _with_list(job: Job, simulated: Simulated) -> tuple[Layout | None, float]:
+    """The layout with balanced layers, and the seconds that this saves by the work of its ranks;
+    no layout where these are too few.
 
     Chunks of a single layer leave nothing to balance, so fewer chunks are tried too.
     """
     layout = simulated.stages.layout
     if layout.pp == 1 or layout.schedule not in SCHEDULES:
-        return None
+        return None, 0.0
     first, last, layer_s = ends_in_layers(simulated)
 
     def pipeline_s(vpp: int, layers: tuple[int, ...]) -> float:
@@ -59,8 +65,8 @@ def _with_list(job: Job, simulated: Simulated) -> Layout | None:
         filling = (layout.pp - 1) / vpp * sum(loads) / layout.pp
         return (layout.accumulation * max(loads) + filling) * layer_s
 
-    best = None
-    best_s = pipeline_s(layout.vpp, simulated.stages.counts) - WORTH_A_LIST * simulated.step_s
+    now_s = pipeline_s(layout.vpp, simulated.stages.counts)
+    best, best_s = None, now_s - NEAR * simulated.step_s
     fewest = layout.vpp if layout.recompute_layers else 1  # which are counted in each chunk
     for vpp in range(layout.vpp, fewest - 1, -1):
         layers = balanced_layers(job.config.num_layers, layout.pp, vpp, first, last)
@@ -68,7 +74,7 @@ def _with_list(job: Job, simulated: Simulated) -> Layout | None:
             continue  # the search has seen the automatic split
         if pipeline_s(vpp, layers) < best_s:
             best, best_s = replace(layout, vpp=vpp, layers=layers), pipeline_s(vpp, layers)
-    return best
+    return best, now_s - best_s
 
 
 def ends_in_layers(simulated: Simulated) -> tuple[float, float, float]:

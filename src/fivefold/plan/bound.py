@@ -75,7 +75,7 @@ class Bound:
             backward,
             weight_s=weight_gradient,
         )
-        return whole_step_s(self.job, layouts, self.constants, pipeline)
+        return np.asarray(whole_step_s(self.job, layouts, self.constants, pipeline))
 
     def _code(self, layouts: Layouts) -> NDArray[np.int64]:
         code = np.zeros(len(layouts), np.int64)

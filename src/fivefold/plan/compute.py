@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fivefold.plan.constants import Constants
-from fivefold.plan.job import Job
+from fivefold.plan.job import PRODUCT_BYTES, Job
 from fivefold.plan.operations import Attention, Numbers, Operations, Product
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -27,7 +27,6 @@ elements and 640 with 128, forward and causal (arXiv:2407.08608, figure 5)."""
 ATTENTION_BACKWARD = 0.75
 """Speed of attention's backward pass over that of its forward pass (about 480 of 640 TFLOP/s with
 FlashAttention-3 on long sequences, arXiv:2407.08608, figures 5 and 6)."""
-LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,19 @@ def _for_weight(p: Product) -> Product:
     return replace(p, m=p.n, n=p.k, k=p.m)
 
 
+def selected_s(job: Job, layer: Seconds) -> Numbers:
+    """Seconds of one layer's forward pass that recompute=selective runs again."""
+    return {
+        "attention": layer.attention_forward,
+        "light": layer.light,
+        "products": layer.forward - layer.attention_forward - layer.products / 2,
+    }[job.engine.selective]
+
+
 def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
     """Seconds of the forward product."""
     device = job.cluster.device
-    low = product.quantized and job.precision in LOW_PRECISION_BYTES
+    low = product.quantized and job.is_low_precision
     precision = job.precision if low else device.half
     peak = constants.product_flops(device, precision)
     grouped = np.where(np.asarray(product.groups) > 1, constants.grouped, 1.0)
@@ -105,7 +113,7 @@ def product_s(job: Job, constants: Constants, product: Product) -> Numbers:
         aligned = (product.n % ALIGNED == 0) & (product.k % ALIGNED == 0)
         losses = losses * np.where(aligned, 1.0, 1 + constants.misaligned_loss)
     arithmetic = 2.0 * product.groups * rows * product.n * product.k * losses / (peak * grouped)
-    element = LOW_PRECISION_BYTES[precision] if low else 2.0
+    element = PRODUCT_BYTES[precision]
     read = element * product.k * (product.m + product.n)
     moved = product.groups * (read + 2.0 * product.m * product.n)
     return np.maximum(arithmetic, moved / (device.memory_bandwidth * constants.memory))
@@ -115,7 +123,7 @@ def _accumulate_s(job: Job, constants: Constants, product: Product) -> Numbers:
     """A weight's gradient is added to what is there: read and written once a micro-batch, after
     the product's last tile."""
     elements = product.groups * product.n * product.k
-    moved = 2.0 * min(job.engine.gradient_bytes, 4) * elements
+    moved = 2.0 * job.engine.gradient_bytes * elements
     return moved / (job.cluster.device.memory_bandwidth * constants.memory)
 
 
@@ -150,10 +158,10 @@ def _light_s(job: Job, constants: Constants, moved: Numbers) -> Numbers:
 def _quantize_s(job: Job, constants: Constants, product: Product) -> Numbers:
     """A product's input is read once and written in low precision twice: as it is for this
     product, and transposed for the weight's gradient."""
-    if not product.quantized or job.precision not in LOW_PRECISION_BYTES:
+    if not product.quantized or not job.is_low_precision:
         return 0.0
     if job.engine.fused_experts and product.name.startswith("experts"):
         return 0.0
-    low = LOW_PRECISION_BYTES[job.precision]
+    low = PRODUCT_BYTES[job.precision]
     moved = product.groups * product.m * product.k * (2.0 + 2 * low)
     return constants.quantize * moved / (job.cluster.device.memory_bandwidth * constants.memory)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cluster.cluster import Cluster
-from fivefold.layout.many import Layouts
+from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import SCHEDULES, Layout
 from fivefold.layout.stages import rank_stages, split_layers, stage_ranges
 from fivefold.model.config import LayerKind
@@ -92,14 +92,12 @@ class Simulated:
 def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
     """The times alone of legal layouts, in their order: much cheaper than estimates."""
     constants = Constants.of(job.cluster.device)
-    alike: dict[Any, list[int]] = {}
-    for index, layout in enumerate(layouts):
-        alike.setdefault((layout.order, layout.layers), []).append(index)
     result: dict[int, Simulated] = {}
-    for indices in alike.values():
+    for indices in alike(layouts):
         time = estimate_time(job, Layouts.of([layouts[i] for i in indices]), constants)
         for place, index in enumerate(indices):
-            result[index] = _simulate(job, layouts[index], constants, _one_of(time, place))
+            own = _one_of(time, place) if len(indices) > 1 else time
+            result[index] = _simulate(job, layouts[index], constants, own)
     return [result[index] for index in range(len(layouts))]
 
 
@@ -188,14 +186,14 @@ class _Compute:
 
     forward: float = 0.0
     backward: float = 0.0  # without recomputation
-    again: float = 0.0  # recomputation
+    recompute: float = 0.0
     attention: float = 0.0  # part of forward and backward
 
     def plus(self, other: _Compute, count: float = 1) -> _Compute:
         return _Compute(
             self.forward + count * other.forward,
             self.backward + count * other.backward,
-            self.again + count * other.again,
+            self.recompute + count * other.recompute,
             self.attention + count * other.attention,
         )
 
@@ -222,6 +220,7 @@ class Stages:
         return [self.counts[stage] for stage in rank_stages(self.layout, rank)]
 
     def role_of(self, rank: int) -> str:
+        """first, middle or last."""
         if rank == 0:
             return "first"
         return "last" if rank == self.layout.pp - 1 else "middle"
@@ -233,7 +232,7 @@ class Stages:
         known = {}
         for kind in dict.fromkeys(kinds):
             s = compute.seconds(job, self.constants, layer_operations(job, layouts, kind))
-            selected = s.attention_forward if job.engine.selective == "attention" else s.light
+            selected = compute.selected_s(job, s)
             part = _number(selected) if self.layout.recompute == "selective" else 0.0
             for whole in (False, True):
                 known[kind, whole] = _Compute(
@@ -268,6 +267,7 @@ class Stages:
         return _Compute(_number(passes.forward), _number(passes.backward))
 
     def rank_compute(self, rank: int) -> _Compute:
+        """Of all that a pipeline rank has."""
         total = self.outside(self.role_of(rank))
         for chunk in self.compute[rank]:
             total = total.plus(chunk)
@@ -282,9 +282,9 @@ class Stages:
         for chunk in self.compute[self.rank_of(role)]:
             alike = alike.plus(chunk)
         forward = _number(layers.forward) / alike.forward
-        backward = _number(layers.backward) / (alike.backward + alike.again)
+        backward = _number(layers.backward) / (alike.backward + alike.recompute)
         seconds = [
-            (c.forward * forward, (c.backward + c.again) * backward) for c in self.compute[rank]
+            (c.forward * forward, (c.backward + c.recompute) * backward) for c in self.compute[rank]
         ]
         outside, stages = self.outside(role), rank_stages(self.layout, rank)
         for chunk, stage in enumerate(stages):
@@ -333,6 +333,7 @@ class Stages:
         return (_number(self.time.step) - none) / (one - none)
 
     def described(self, rank: int, memory: dict[str, float]) -> dict[str, Any]:
+        """What the answer says of a pipeline rank; `memory` as in `stage_memory`."""
         chunks = self.chunk_s(rank)
         return {
             "layers": self.rank_counts(rank),
@@ -371,7 +372,7 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     rank = stages.time.ranks[role]
     m = _number(rank.micro_batches)
     arithmetic = stages.rank_compute(stages.rank_of(role))
-    computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.again)
+    computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.recompute)
     exposed = {f"exposed_{row.transfer.split}": 0.0 for row in rank.rows}
     sends = 0.0
     for row, seconds in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
@@ -382,7 +383,7 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     return {
         "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
         "attention": m * arithmetic.attention,
-        "recompute": m * arithmetic.again,
+        "recompute": m * arithmetic.recompute,
         # Compute runs slower beside messages.
         "slowed": works - computes - (sum(exposed.values()) - sends) - optimizer,
         **exposed,

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout.legality import violations
-from fivefold.layout.many import Layouts
+from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import Layout, parse
 from fivefold.layout.words import product
 from fivefold.plan.constants import Constants
+from fivefold.plan.estimate import Estimate
 from fivefold.plan.job import Job
 from fivefold.plan.memory import estimate_memory
 from fivefold.plan.time import estimate_time
@@ -29,8 +30,8 @@ USUAL_ORDER = ("tp", "sp", "ep", "pp", "dp")
 
 WORTH_SAYING = 0.02
 """Step times closer than this are called the same."""
-NOTICEABLE = 0.005
-"""A faster network that saves less is not spoken of."""
+NAMED = 0.005
+"""Shares of a step from which on a difference is named, and a faster network spoken of."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Outcome:
 def outcomes(job: Job, layouts: Sequence[Layout]) -> list[Outcome]:
     """Step time and memory of legal layouts, in their order."""
     peaks = np.zeros(len(layouts))
-    for alike in _same_order(layouts):
-        many = Layouts.of([layouts[i] for i in alike])
-        peaks[alike] = estimate_memory(job, many).peak_bytes
+    for indices in alike(layouts):
+        many = Layouts.of([layouts[i] for i in indices])
+        peaks[indices] = estimate_memory(job, many).peak_bytes
     steps = _step_times(job, layouts)
     return [Outcome(float(step), float(peak)) for step, peak in zip(steps, peaks, strict=True)]
 
@@ -55,18 +56,10 @@ def _step_times(job: Job, layouts: Sequence[Layout]) -> NDArray[np.float64]:
     """Seconds of legal layouts, in their order."""
     constants = Constants.of(job.cluster.device)
     steps = np.zeros(len(layouts))
-    for alike in _same_order(layouts):
-        many = Layouts.of([layouts[i] for i in alike])
-        steps[alike] = estimate_time(job, many, constants).step
+    for indices in alike(layouts):
+        many = Layouts.of([layouts[i] for i in indices])
+        steps[indices] = estimate_time(job, many, constants).step
     return steps
-
-
-def _same_order(layouts: Sequence[Layout]) -> list[list[int]]:
-    """Indices of layouts that can be computed at once: with the same order= and layers=."""
-    groups: dict[Any, list[int]] = {}
-    for i, layout in enumerate(layouts):
-        groups.setdefault((layout.order, layout.layers), []).append(i)
-    return list(groups.values())
 
 
 # The layout with something changed
@@ -262,6 +255,7 @@ SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Changes]] = {
         lambda x: x.vpp > 1 and x.schedule == "1f1b",
         {"vpp": 1},
     ),
+    "layers": ("The list of layers a stage", lambda x: x.layers is not None, {"layers": None}),
 }
 """What a layout may have: its name, whether it has it, and what takes it away."""
 
@@ -299,15 +293,15 @@ def _opening(job: Job, chosen: Layout, needs_bytes: float, limit_bytes: float) -
     if needs_bytes > limit_bytes:
         text = (
             f"The model does not fit one device: it needs {gb(needs_bytes)} there, "
-            f"{has(limit_bytes)}."
+            f"{to_use(limit_bytes)}."
         )
     elif chosen.world_size == chosen.dp:
         text = (
-            f"The model fits one device ({gb(needs_bytes)}, {has(limit_bytes)}), so that samples "
-            "alone are split: every other split would cost speed."
+            f"The model fits one device ({gb(needs_bytes)}, {to_use(limit_bytes)}), so that "
+            "samples alone are split: every other split would cost speed."
         )
     else:
-        text = f"The model fits one device ({gb(needs_bytes)}, {has(limit_bytes)})."
+        text = f"The model fits one device ({gb(needs_bytes)}, {to_use(limit_bytes)})."
     return Reason("model", text, needs_bytes)
 
 
@@ -325,9 +319,8 @@ def _reason(
         return Reason(split, f"{name}: without it {rule}.")
     peak, ratio = outcome.peak_memory_bytes, outcome.step_time_s / base.step_time_s
     if peak > limit_bytes:
-        return Reason(
-            split, f"{name}: without it a device needs {gb(peak)}, {has(limit_bytes)}.", peak, ratio
-        )
+        text = f"{name}: without it a device needs {gb(peak)}, {to_use(limit_bytes)}."
+        return Reason(split, text, peak, ratio)
     if undivided := _undivided_batch(job, without):
         return Reason(split, f"{name}: without it {undivided}.", peak)
     return Reason(split, f"{name}: without it {_pace(ratio)}.", peak, ratio)
@@ -423,13 +416,13 @@ def changes(
     Of other layouts only the neighbours are looked at.
     """
     fitting = [chosen, *(parse(each.layout) for each in around if each.verdict == "fits")]
-    (now,) = outcomes(job, [chosen])
+    (now_s,) = _step_times(job, [chosen])
     result = list(_more_memory(around, limit_bytes))
     for index in range(len(job.cluster.tiers)):
-        result += _faster_tier(job, fitting, now.step_time_s, index)
+        result += _faster_tier(job, fitting, float(now_s), index)
     twice = replace(job, global_batch=2 * job.global_batch)
-    (larger,) = outcomes(twice, [replace(chosen, accumulation=2 * chosen.accumulation)])
-    ratio = larger.step_time_s / now.step_time_s / 2
+    (larger_s,) = _step_times(twice, [replace(chosen, accumulation=2 * chosen.accumulation)])
+    ratio = float(larger_s / now_s) / 2
     text = f"With twice the global batch a token takes {ratio:.2f} x as long."
     return [*result, Change("global batch", text, ratio)]
 
@@ -462,7 +455,7 @@ def _faster_tier(job: Job, fitting: Sequence[Layout], now_s: float, index: int) 
     then = _step_times(replace(job, cluster=replace(job.cluster, system=tuple(system))), fitting)
     best = int(then.argmin())
     ratio = float(then[best]) / now_s
-    if abs(ratio - 1) < NOTICEABLE:
+    if abs(ratio - 1) < NAMED:
         return
     other = "" if best == 0 else f", with {fitting[best]}"
     text = f"With {tier.name} twice as fast a step takes {ratio:.2f} x as long{other}."
@@ -470,6 +463,19 @@ def _faster_tier(job: Job, fitting: Sequence[Layout], now_s: float, index: int) 
 
 
 # Words
+
+
+def largest_differences(first: Estimate, other: Estimate) -> list[str]:
+    """What another layout's step spends more or less than the first's: three parts at most, the
+    largest first."""
+    parts = dict.fromkeys([*first.seconds, *other.seconds])
+    more = {part: other.seconds.get(part, 0.0) - first.seconds.get(part, 0.0) for part in parts}
+    named = [
+        f"{part.replace('_', ' ')} {seconds:+.2f} s"
+        for part, seconds in sorted(more.items(), key=lambda item: -abs(item[1]))
+        if abs(seconds) >= NAMED * first.step_time_s
+    ]
+    return named[:3]
 
 
 def gb(count: float) -> str:
@@ -480,5 +486,6 @@ def gb(count: float) -> str:
     return f"{value:.1f} GB" if value >= 0.95 else f"{count / 1e6:,.1f} MB"
 
 
-def has(limit_bytes: float) -> str:
+def to_use(limit_bytes: float) -> str:
+    """The words after what a device would need: what it has."""
     return f"and has {limit_bytes / 1e9:,.1f}".removesuffix(".0") + " to use"

@@ -26,7 +26,6 @@ class Engine:
     overlapped_gradients: bool = True  # data-parallel reduction beside the backward pass
     overlapped_replicas: bool = True  # HSDP's sum over replicas too; False: after it
     overlapped_weights: bool = True  # data-parallel weight gathers beside the forward pass
-    overlapped_sends: bool = True  # pipeline sends beside other micro-batches (interleaved)
     overlapped_ring: bool = True  # keys and values travel beside attention
     fused_experts: bool = False  # permutation, quantization and activation inside the products
     once_a_node: bool = False  # a token that several experts of a node want goes there once
@@ -34,6 +33,7 @@ class Engine:
     cuda_graphs: bool = False  # no time lost between kernels
     flat_shards: bool = True  # ZeRO shards flat buffers; False: rows of each weight, padded
     gradient_bytes: int = 4  # of one accumulated gradient element
+    gradient_copy_bytes: int = 0  # of copies of it that are held beside
     reduced_bytes: int = 4  # of one gradient element on the wire
     gathered_bytes: int = 2  # of one weight element on the wire
     dispatched_bytes: int = 2  # of one element on its way to the experts
@@ -54,6 +54,9 @@ class Engine:
     keeps_stage_outputs: bool = False  # a pipeline stage's output stays until its backward pass
     keeps_gathered: bool = False  # ZeRO 3 in a pipeline gathers and reduces once a step
 
+
+PRODUCT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+"""Bytes of an element of a product's inputs, by precision: the precisions that can be planned."""
 
 ENGINES = {
     "megatron": Engine(),
@@ -93,7 +96,6 @@ ENGINES = {
         placeholder_gradients=False,
         quantized_inputs=False,
         hidden_tensor_backward=False,
-        overlapped_sends=False,
         overlapped_replicas=False,
         flat_shards=False,
     ),
@@ -112,3 +114,8 @@ class Job:
     engine: Engine = field(default_factory=Engine)
     mtp: bool = False  # train the multi-token-prediction modules too
     imbalance: float = 1.0  # tokens of the busiest expert rank, over the mean
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Are products done in 8 bits or fewer?"""
+        return PRODUCT_BYTES[self.precision] < 2

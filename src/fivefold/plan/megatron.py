@@ -19,6 +19,7 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import ORDER, Layout
 from fivefold.layout.stages import split_layers
 from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig
+from fivefold.model.keys import refuse_absurd
 
 FAMILY = "megatron"
 """`ModelConfig.family` of a model that was read from arguments."""
@@ -132,6 +133,7 @@ class Arguments:
         value = self.word(name, None if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,12}", value):
             raise UserError(f"--{name} must be a whole number, not {value!r}")
+        refuse_absurd(f"--{name}", int(value))
         return int(value)
 
     def degree(self, name: str, default: int | None = None) -> int:

@@ -80,8 +80,7 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 class Memory:
     """Bytes on one device at its peak; arrays [n] over layouts, by kind (see `KINDS`)."""
 
-    roles: dict[str, dict[str, Numbers]]  # of the first, a middle and the last pipeline rank
-    worst: Any  # [n] of str: the role that needs most
+    worst: Any  # [n] of str: the role (first, middle or last pipeline rank) that needs most
     kinds: dict[str, Numbers]  # of that role
 
     @property
@@ -128,7 +127,7 @@ def estimate_memory(job: Job, layouts: Layouts) -> Memory:
     names = ("first", "last", "middle")
     index = np.stack([sum(roles[name].values()) for name in names]).argmax(axis=0)
     kinds = {kind: np.choose(index, [roles[name][kind] for name in names]) for kind in KINDS}
-    return Memory(roles, np.array(names)[index], kinds)
+    return Memory(np.array(names)[index], kinds)
 
 
 def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
@@ -166,9 +165,12 @@ def loading_bytes(config: ModelConfig, ranks: int, file_bytes: float = 5e9) -> f
     return ranks * min(file_bytes, HALF * count_parameters(config).total)
 
 
-def fewest_devices(config: ModelConfig, device_bytes: float, bytes_per_parameter: float) -> int:
+def fewest_devices(
+    config: ModelConfig, device_bytes: float, bytes_per_parameter: float, *, mtp: bool = False
+) -> int:
     """Devices below which the state alone does not fit, however it is sharded."""
-    return math.ceil(count_parameters(config).total * bytes_per_parameter / device_bytes)
+    total = count_parameters(config, mtp=mtp).total
+    return math.ceil(total * bytes_per_parameter / device_bytes)
 
 
 # One pipeline rank
@@ -271,7 +273,8 @@ class _Rank:
         stays = (zero == 3) & (self.layouts.pp > 1) & engine.keeps_gathered
         return {
             "weights": HALF * local * ((zero < 3) | stays),
-            "gradients": engine.gradient_bytes * np.where((zero < 2) | stays, local, shard),
+            "gradients": (engine.gradient_bytes + engine.gradient_copy_bytes)
+            * np.where((zero < 2) | stays, local, shard),
             "optimizer": (0 if engine.host_optimizer else engine.optimizer_bytes) * shard,
         }
 

@@ -7,16 +7,16 @@ is two products of the same FLOPs: of the input's gradient and of the weight's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.layout.many import Layouts
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.plan.job import Job
 
-Numbers = NDArray[np.float64] | float
-LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
+Numbers: TypeAlias = Any
+"""A number, or an array [n] of them, one for each layout."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _expert_kernels(job: Job, layouts: Layouts) -> Numbers:
     if job.engine.fused_experts:
         return 40.0
     local = job.config.moe.num_experts / layouts.ep
-    return 46.0 + local * (12.0 if job.precision in LOW_PRECISIONS else 4.0)
+    return 46.0 + local * (12.0 if job.is_low_precision else 4.0)
 
 
 def _expert_operations(job: Job, layouts: Layouts, t: Numbers):

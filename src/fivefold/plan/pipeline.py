@@ -111,26 +111,6 @@ def pipeline_step_s(
     return step_s
 
 
-def idle_fraction(
-    step_s: ArrayLike,
-    pp: ArrayLike,
-    vpp: ArrayLike,
-    micro_batches: ArrayLike,
-    forward_s: ArrayLike,
-    backward_s: ArrayLike,
-) -> Array:
-    """The share of the step that a rank has nothing to do, the mean over the ranks, array [n].
-
-    Arguments as in `pipeline_step_s`, and the step it gave. For equal stages and 1F1B this is
-    (pp - 1) / (vpp * m + pp - 1): a share of the step, not of the ideal time ((pp - 1) / (vpp * m),
-    Narayanan et al., arXiv:2104.04473, section 2.2). Not for overlapped forwards and backwards.
-    """
-    first, middle, last = np.asarray(forward_s, float) + np.asarray(backward_s, float)
-    pp, vpp = np.asarray(pp), np.asarray(vpp)
-    round_trip = _sum_of_stages(pp * vpp, first, middle, last)
-    return 1.0 - np.asarray(micro_batches) * round_trip / (pp * np.asarray(step_s))
-
-
 def in_flight(
     schedule: str | Array, pp: ArrayLike, vpp: ArrayLike, micro_batches: ArrayLike, rank: ArrayLike
 ) -> Array:

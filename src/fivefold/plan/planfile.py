@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +15,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from fivefold.errors import UserError
+from fivefold.files import write_aside
 from fivefold.layout.notation import Layout, parse
-from fivefold.model.config import ModelConfig, load_config
-from fivefold.model.presets import config_from_dimensions, load_model
+from fivefold.model.config import ModelConfig
+from fivefold.model.presets import read_model
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
@@ -67,9 +67,7 @@ class PlanFile(_Section):
 
     def read_model(self) -> ModelConfig:
         """The model's configuration (UserError where there is none)."""
-        if isinstance(self.model, dict):
-            return load_config(self.model)
-        return config_from_dimensions(self.model) if "=" in self.model else load_model(self.model)
+        return read_model(self.model)
 
 
 def save(plan: PlanFile, path: str | Path) -> None:
@@ -80,12 +78,7 @@ def save(plan: PlanFile, path: str | Path) -> None:
         values["model"] = os.path.relpath(plan.model, path.parent)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
     try:
-        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp lets only the owner read; a plan is an ordinary file.
-        os.chmod(aside, 0o666 & ~_umask())
-        os.replace(aside, path)
+        write_aside(path, text)
     except OSError as error:
         raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from error
 
@@ -112,11 +105,6 @@ def load(path: str | Path) -> PlanFile:
     return plan
 
 
-def layout_of(path: str | Path) -> str:
-    """The layout of a plan file, as a line of layout notation with every degree stated."""
-    return str(load(path).parsed_layout())
-
-
 def _read_mapping(path: Path) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -135,9 +123,3 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
 def _nearest(key: str) -> str:
     near = difflib.get_close_matches(key, PlanFile.model_fields, n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(PlanFile.model_fields)}"
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

@@ -15,15 +15,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.layout.words import join_or
-from fivefold.model.config import ModelConfig, load_config
-from fivefold.model.presets import config_from_dimensions, load_model
-from fivefold.plan.job import ENGINES, Job
+from fivefold.model.config import ModelConfig
+from fivefold.model.presets import are_dimensions, read_model
+from fivefold.plan.job import ENGINES, PRODUCT_BYTES, Job
+from fivefold.plan.search import Wishes
 
 USUAL_SEQUENCE_LENGTH = 4096
 USUAL_BATCH_TOKENS = 2**22
@@ -43,6 +43,7 @@ class Options:
     precision: str | None = None
     engine: str = "megatron"
     mtp: bool = False
+    offload: bool = False
     imbalance: float = 1.0
     layout: str | None = None
     from_megatron: str | None = None
@@ -64,11 +65,9 @@ class Question:
     model: str | None  # as a plan file names it; None: only Megatron's arguments describe it
     cluster: str  # as a plan file names it
     job: Job
-    options: Options
+    wishes: Wishes
     layout: Layout | None  # the one that is asked about
     tokens: float | None  # of the whole training
-    max_memory_bytes: float | None
-    headroom: float | None  # share of the memory that stays free
     measured: tuple[tuple[Layout, float], ...]  # layouts and their step seconds
     notes: tuple[str, ...]
 
@@ -86,59 +85,67 @@ def ask(options: Options) -> Question:
     if options.cluster is None:
         raise UserError("plan needs --cluster, such as dgx-h100; fivefold plan --list names them")
     gpus = _gpus(options)
+    _check(options, config)
     notes += config.notes
     sequence_length = options.sequence_length or _usual_length(config, notes)
     layout = None if options.layout is None else parse(options.layout, gpus)
     global_batch = _global_batch(options, gpus, sequence_length, layout, notes)
-    if options.engine not in ENGINES:
-        raise UserError(f"engine {options.engine!r} is not known: it may be {join_or(ENGINES)}")
-    if options.imbalance < 1:
-        raise UserError(
-            f"--imbalance {options.imbalance:g} is the busiest expert rank's tokens over the "
-            "mean, which cannot be below 1"
-        )
     job = Job(
         config=config,
         cluster=load_cluster(options.cluster, gpus),
         sequence_length=sequence_length,
         global_batch=global_batch,
         precision=options.precision or "bf16",
-        engine=ENGINES[options.engine],
+        engine=replace(ENGINES[options.engine], host_optimizer=options.offload),
         mtp=options.mtp,
         imbalance=options.imbalance,
     )
     job.cluster.device.peak_flops(job.precision)  # refuses what the device has no unit for
-    if options.mtp and not config.mtp_layers:
-        raise UserError(
-            f"--mtp: {config.family} has no multi-token-prediction modules; leave it out"
-        )
     if layout is not None and options.layout is not None:
         layout = with_global_batch(layout, global_batch, stated(options.layout))
-    objective_tokens = None if options.tokens is None else number(options.tokens, "--tokens")
-    if options.objective == "cost" and objective_tokens is None:
-        raise UserError("--objective cost needs --tokens, the length of the training, such as 15T")
     return Question(
         name=_name(options.model or config.family),
         model=options.model,
         cluster=options.cluster,
         job=job,
-        options=options,
+        wishes=_wishes(options),
         layout=layout,
-        tokens=objective_tokens,
-        max_memory_bytes=None if options.max_memory is None else memory_bytes(options.max_memory),
-        headroom=None if options.headroom is None else share(options.headroom),
+        tokens=None if options.tokens is None else number(options.tokens, "--tokens"),
         measured=tuple(measured_step(text, job) for text in options.measured),
         notes=tuple(notes),
     )
 
 
-def read_model(source: str | dict[str, Any]) -> ModelConfig:
-    """A model as the command line or a plan file names it: preset, path, dimensions or keys."""
-    if isinstance(source, dict):
-        return load_config(source)
-    if "=" in source and not Path(source).exists():
-        return config_from_dimensions(source)
-    return load_model(source)
+def _check(options: Options, config: ModelConfig) -> None:
+    """Refuses values that no cluster is needed to refuse."""
+    if options.engine not in ENGINES:
+        raise UserError(f"engine {options.engine!r} is not known: it may be {join_or(ENGINES)}")
+    if options.precision is not None and options.precision not in PRODUCT_BYTES:
+        raise UserError(
+            f"--precision {options.precision} cannot be planned: it may be {join_or(PRODUCT_BYTES)}"
+        )
+    if options.imbalance < 1:
+        raise UserError(
+            f"--imbalance {options.imbalance:g} is the busiest expert rank's tokens over the "
+            "mean, which cannot be below 1"
+        )
+    if options.mtp and not config.mtp_layers:
+        raise UserError(
+            f"--mtp: {config.family} has no multi-token-prediction modules; leave it out"
+        )
+    if options.objective == "cost" and options.tokens is None:
+        raise UserError("--objective cost needs --tokens, the length of the training, such as 15T")
+
+
+def _wishes(options: Options) -> Wishes:
+    return Wishes(
+        fix=options.fix,
+        forbid=options.forbid,
+        top=options.top,
+        objective=options.objective,
+        max_memory_bytes=None if options.max_memory is None else memory_bytes(options.max_memory),
+        headroom=None if options.headroom is None else share(options.headroom),
+    )
 
 
 def _from_megatron(
@@ -176,7 +183,7 @@ def _from_megatron(
 def _name(text: str) -> str:
     """A model's name: the preset's, or that of the file or its folder."""
     path = Path(text)
-    if "=" in text and not path.exists():
+    if are_dimensions(text):
         return "by dimensions"
     if text.endswith("config.json") and path.parent.name:
         return path.parent.name
@@ -232,6 +239,7 @@ def _global_batch(
 
 
 def odd_part(count: int) -> int:
+    """The largest odd divisor."""
     return count // (count & -count)
 
 

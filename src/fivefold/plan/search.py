@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from fivefold.errors import UserError
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import ORDER, Layout
-from fivefold.plan.balance import balanced
+from fivefold.plan.balance import NEAR, balanced
 from fivefold.plan.bound import Bound
 from fivefold.plan.constants import Constants
 from fivefold.plan.enumerate import (
@@ -56,12 +56,12 @@ T = TypeVar("T")
 OBJECTIVES = ("time", "memory", "cost")
 SHAPES_AT_ONCE = 1024
 """Shapes (degrees, chunks, micro-batch) that are held against memory at once."""
-TIMED_AT_ONCE = 4096
+TIMED_AT_ONCE = 2048
+USUAL_ORDER, OTHER_ORDERS = slice(0, 1), slice(1, None)
+"""Of the rank orders that are open."""
 SPARES = 5
 """Layouts beyond those asked for whose pipelines are simulated and balanced, for that may change
 their order."""
-NEAR = 0.005
-"""A share of the step: of times nearer to each other than this, the simpler layout's is better."""
 SMALLER_TRIED = 256
 """Numbers of devices tried where the one asked for cannot be shared out."""
 SIZES_TRIED = 4
@@ -80,7 +80,6 @@ class Wishes:
     objective: str = "time"  # memory: least peak; cost: fewest device-hours, on fewer devices too
     max_memory_bytes: float | None = None  # in place of the device's memory
     headroom: float | None = None  # share of the memory that stays free; None: see limit_bytes
-    tokens: float | None = None  # of the whole training
     planned_schedules: bool = False  # also schedules that nothing runs yet
 
 
@@ -93,6 +92,7 @@ class Search:
     fit: int  # that were found to fit
     skipped: int  # legal ones not looked at, since they cannot be among the best
     seconds: float  # the search took
+    limit_bytes: float  # of a device, to which the best are held
     best: list[Estimate]  # by the objective, best first; empty where nothing fits
     closest: list[Estimate]  # where nothing fits: those that take least memory
     notes: list[str] = field(default_factory=list)  # what was done otherwise than asked
@@ -163,6 +163,7 @@ def search(job: Job, wishes: Wishes | None = None) -> Search:
         fit=sum(each.fit for each in results),
         skipped=sum(each.skipped for each in results),
         seconds=time.perf_counter() - start,
+        limit_bytes=limit,
         best=best[: wishes.top],
         closest=closest,
         notes=notes,
@@ -237,7 +238,7 @@ def _in_full(space: _Space, found: _Found, wishes: Wishes, limit: float) -> list
         return [estimate(job, layout) for layout in layouts]
     timed = list(zip(layouts, simulate(job, layouts), strict=True))
     if "layers" not in space.choices.fixed:
-        timed = balanced(job, timed, limit)
+        timed = balanced(job, timed, limit, wishes.top)
     layouts, times = [layout for layout, _ in timed], [time.step_s for _, time in timed]
     chosen = _in_order(job, timed, layouts, times)[: wishes.top]
     return [estimate(job, layout, time) for layout, time in chosen]
@@ -328,7 +329,9 @@ def _find(space: _Space, wishes: Wishes, limit: float) -> _Found:
     floor = bound.of(space.shapes)
     ranking = np.argsort(floor, kind="stable")
     best = _Best(job, wishes.top + SPARES, NEAR)
-    fit, looked_at, waiting = 0, 0, []
+    fit, looked_at = 0, 0
+    timed: list[Layouts] = []
+    waiting: list[Layouts] = []
     for first in range(0, len(ranking), SHAPES_AT_ONCE):
         here = ranking[first : first + SHAPES_AT_ONCE]
         here = here[floor[here] <= best.worst]
@@ -340,9 +343,11 @@ def _find(space: _Space, wishes: Wishes, limit: float) -> _Found:
         fit += number
         waiting += fitting
         if sum(map(len, waiting)) >= TIMED_AT_ONCE:
-            _time(job, constants, bound, choices, waiting, best)
-            waiting = []
-    _time(job, constants, bound, choices, waiting, best)
+            _time_orders(job, constants, bound, choices, USUAL_ORDER, waiting, best)
+            timed, waiting = timed + waiting, []
+    _time_orders(job, constants, bound, choices, USUAL_ORDER, waiting, best)
+    # The other orders of the ranks come when it is known how good a layout must be.
+    _time_orders(job, constants, bound, choices, OTHER_ORDERS, timed + waiting, best)
     return _Found(fit, space.legal - looked_at, best.ranked())
 
 
@@ -386,27 +391,29 @@ def _fits(job: Job, parts: list[Layouts], limit: float) -> list[NDArray[np.bool_
     return np.split(fits, np.cumsum([len(part) for part in parts])[:-1])
 
 
-def _time(
+def _time_orders(
     job: Job,
     constants: Constants,
     bound: Bound,
     choices: Choices,
-    waiting: list[Layouts],
+    orders: slice,
+    layouts: list[Layouts],
     best: _Best,
 ) -> None:
-    """Times the layouts in every rank order, as far as they can be among the best."""
-    if not waiting:
+    """Times the layouts in some of the rank orders, as far as they can be among the best."""
+    if not layouts:
         return
-    layouts = Layouts.concatenate(waiting)
-    floor = bound.of(layouts)
+    together = Layouts.concatenate(layouts)
+    floor = bound.of(together)
     ranking = np.argsort(floor, kind="stable")
-    layouts, floor = layouts.take(ranking), floor[ranking]
-    for order, changed in rank_orders(layouts, choices):
-        for first in range(0, len(layouts), TIMED_AT_ONCE):
-            here = np.arange(first, min(first + TIMED_AT_ONCE, len(layouts)))
+    together, floor = together.take(ranking), floor[ranking]
+    every_order = rank_orders(together, choices)
+    for order, changed in islice(every_order, orders.start, orders.stop):
+        for first in range(0, len(together), TIMED_AT_ONCE):
+            here = np.arange(first, min(first + TIMED_AT_ONCE, len(together)))
             here = here[changed[here] & (floor[here] <= best.worst)]
             if len(here):
-                placed = replace(layouts.take(here), order=order)
+                placed = replace(together.take(here), order=order)
                 best.add(placed, estimate_time(job, placed, constants).step)
 
 
@@ -514,10 +521,11 @@ def _preferences(job: Job, layouts: Layouts) -> list[NDArray[np.int64]]:
     splits = [layouts.tp, layouts.pp, layouts.cp, layouts.ep, layouts.vpp, layouts.dp_replicate]
     used = np.sum([np.asarray(degree) > 1 for degree in splits], axis=0)
     order = ORDERS.index(layouts.order) if layouts.order in ORDERS else len(ORDERS)
+    inside_tp = layouts.cp if layouts.order.index("cp") < layouts.order.index("tp") else 1
     every_layer = (layouts.recompute == "full") & (layouts.recompute_layers == 0)
     recomputed = np.where(every_layer, job.config.num_layers, layouts.recompute_layers)
     columns = [
-        layouts.tp > domain,
+        (layouts.tp > 1) & (layouts.tp * inside_tp > domain),
         used,
         layouts.schedule != "1f1b",
         np.full(np.shape(used), order),

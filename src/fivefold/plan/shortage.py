@@ -7,7 +7,6 @@ is advised has a layout that fits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from fivefold.model.counts import count_parameters
 from fivefold.plan.estimate import Estimate
 from fivefold.plan.explain import gb
 from fivefold.plan.job import Engine, Job
+from fivefold.plan.memory import fewest_devices
 from fivefold.plan.search import Wishes, least_memory, limit_bytes, smallest_gpus
 
 WEIGHT_BYTES = 2
@@ -23,7 +23,7 @@ WEIGHT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Bound:
+class StateBound:
     """Devices that weights, gradients and optimizer state alone fill."""
 
     bytes_per_parameter: int
@@ -50,10 +50,12 @@ class Close:
 
 @dataclass(frozen=True)
 class Shortage:
+    """What there is to say where no layout fits."""
+
     limit_bytes: float  # of a device
     closest: list[Close]  # least memory first
     state_bytes: float  # of the whole model
-    bounds: list[Bound]  # fewer bytes a parameter first
+    bounds: list[StateBound]  # fewer bytes a parameter first
     smallest_gpus: int | None  # of full nodes; None: no number of them does
     helps: list[Help]
     text: list[str]
@@ -65,7 +67,10 @@ def shortage(job: Job, wishes: Wishes, closest: Sequence[Estimate]) -> Shortage:
     close.sort(key=lambda each: each.peak_memory_bytes)
     memory = wishes.max_memory_bytes or job.cluster.device.memory_bytes
     total = count_parameters(job.config, mtp=job.mtp).total
-    bounds = [Bound(size, math.ceil(total * size / memory)) for size in _state_sizes(job.engine)]
+    bounds = [
+        StateBound(size, fewest_devices(job.config, memory, size, mtp=job.mtp))
+        for size in _state_sizes(job.engine)
+    ]
     limit, smallest = limit_bytes(job, wishes), smallest_gpus(job, wishes)
     state_bytes = float(total * bounds[-1].bytes_per_parameter)
     return Shortage(
@@ -117,7 +122,7 @@ def _sentences(
     memory: float,
     limit: float,
     close: Sequence[Close],
-    bounds: list[Bound],
+    bounds: list[StateBound],
     state_bytes: float,
     smallest: int | None,
 ) -> Iterator[str]:

@@ -19,13 +19,13 @@ from fivefold.layout.many import Layouts
 from fivefold.ledger import Transfer
 from fivefold.model.config import LayerKind
 from fivefold.parallel.cost import SPLIT_COSTS
-from fivefold.parallel.data.memory import MOMENTS_BYTES, after_step
 from fivefold.parallel.work import ELEMENT_BYTES, FP32, ROLES, Work, role_rank, stage_work
 from fivefold.plan import compute
 from fivefold.plan.constants import Constants
 from fivefold.plan.job import Engine, Job
 from fivefold.plan.operations import (
     Numbers,
+    Operations,
     embedding_operations,
     head_operations,
     layer_operations,
@@ -81,7 +81,6 @@ class Time:
     """Seconds, arrays [n] over layouts."""
 
     step: Numbers
-    bubble: Numbers  # idle share of the step
     ranks: dict[str, Rank]  # by role
 
 
@@ -110,6 +109,7 @@ def estimate_time(job: Job, layouts: Layouts, constants: Constants) -> Time:
 def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
     """What the ranks of each role send, with the seconds that a message alone takes."""
     places = members(job.cluster, layouts)
+    known: dict[tuple[str, str, bytes], Numbers] = {}  # ranks of all roles send much the same
     result = {}
     for role in ROLES:
         work = stage_work(
@@ -123,8 +123,14 @@ def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
         )
         messages = []
         for transfer in (t for split in SPLIT_COSTS for t in split.transfers(work)):
+            if not np.any(transfer.calls):
+                continue
             payload = transfer.payload_bytes * _wire_share(job, transfer, places["ep"])
-            one = collective_s(job.cluster, transfer.op, places[transfer.axis], payload)
+            alike = transfer.op, transfer.axis, np.asarray(payload, float).tobytes()
+            if alike not in known:
+                place = places[transfer.axis]
+                known[alike] = collective_s(job.cluster, transfer.op, place, payload)
+            one = known[alike]
             messages.append(Message(transfer, one, transfer.calls * one))
         result[role] = Traffic(work, messages)
     return result
@@ -163,8 +169,7 @@ def step_time(
     )
     once = np.maximum.reduce([rank.once for rank in roles])
     step = whole_step_s(job, layouts, constants, pipeline + once)
-    busiest = np.maximum.reduce([rank.micro_batches * rank.busy for rank in roles])
-    return Time(step, 1 - busiest / step, ranks)
+    return Time(step, ranks)
 
 
 GRAPHED_STEP = 0.2
@@ -186,7 +191,9 @@ def _layer_seconds(
     kinds = [*dict.fromkeys(job.config.layer_kinds)]
     if job.mtp:
         kinds.append(job.config.mtp_kind)
-    operations = {kind: layer_operations(job, layouts, kind) for kind in kinds}
+    operations: dict[LayerKind | str, Operations] = {
+        kind: layer_operations(job, layouts, kind) for kind in kinds
+    }
     operations["embedding"] = embedding_operations(job, layouts)
     operations["head"] = head_operations(job, layouts)
     return {name: compute.seconds(job, constants, ops) for name, ops in operations.items()}
@@ -204,7 +211,7 @@ def _rank(
     beside = _compute(job, layouts, per_kind, work)
     m = work.micro_batches
     rows, data = [], []
-    slowed = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    slowed: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     send: Numbers = 0.0
     for message in traffic.messages:
         transfer, total = message.transfer, message.total
@@ -264,26 +271,22 @@ def _outside(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Pa
 
 def _compute(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Seconds:
     """Of one micro-batch on one pipeline rank, recomputation included."""
-    parts: list[tuple[compute.Seconds, Numbers, Numbers]] = [
-        (per_kind[kind], count, recomputed)
-        for (kind, count), recomputed in zip(work.layers, work.recomputed, strict=True)
-    ]
+    layers = [(per_kind[kind], count) for kind, count in work.layers]
     modules = work.mtp_layers
-    parts += [(per_kind["embedding"], work.first + modules, 0)]
-    parts += [(per_kind["head"], work.last + modules, 0)]
+    parts = [
+        *layers,
+        (per_kind["embedding"], work.first + modules),
+        (per_kind["head"], work.last + modules),
+    ]
 
     def total(name: str) -> Numbers:
-        return sum((getattr(s, name) * count for s, count, _ in parts), 0.0)
+        return sum((getattr(s, name) * count for s, count in parts), 0.0)
 
     selective = layouts.recompute == "selective"
     again: Numbers = 0.0
-    for s, count, recomputed in parts:
-        selected = {
-            "attention": s.attention_forward,
-            "light": s.light,
-            "products": s.forward - s.attention_forward - s.products / 2,
-        }[job.engine.selective]
-        again = again + recomputed * s.forward + selective * count * selected
+    for (layer, count), recomputed in zip(layers, work.recomputed, strict=True):
+        again = again + recomputed * layer.forward
+        again = again + selective * count * compute.selected_s(job, layer)
     return compute.Seconds(
         forward=total("forward"),
         input_gradient=total("input_gradient") + again,
@@ -403,12 +406,16 @@ def _data_exposure(
     return exposed / np.maximum(total, 1e-30), total - exposed
 
 
-OPTIMIZER_TRAFFIC = 34
-"""Bytes read and written for one element by a fused AdamW: gradient 4, master weight and two
-moments in fp32 read and written (24), bf16 weight 2, and the gradient once more for its norm 4."""
+HOST_BANDWIDTH = 40e9
+"""Bytes/s of host memory for each device, where the host runs the optimizer: assumed, two sockets
+of about 160 GB/s in use for 8 devices. Gradients and weights cross PCIe beside it."""
 
 
 def _optimizer_s(job: Job, constants: Constants, work: Work) -> Numbers:
-    elements = after_step(work).optimizer / MOMENTS_BYTES
-    device = job.cluster.device
-    return elements * OPTIMIZER_TRAFFIC / (device.memory_bandwidth * constants.memory)
+    """AdamW as one kernel: state read and written, the gradient read for its norm and once more,
+    the 16-bit weight written."""
+    engine = job.engine
+    elements = sum(work.total(units, lambda sizes: sizes.gradient) for units in work.units)
+    moved = elements * (2 * engine.optimizer_bytes + 2 * engine.gradient_bytes + 2)
+    bandwidth = job.cluster.device.memory_bandwidth * constants.memory
+    return moved / (HOST_BANDWIDTH if engine.host_optimizer else bandwidth)

@@ -20,7 +20,7 @@ from fivefold.plan.explain import counts_as
 from fivefold.report.tables import format_bytes
 
 WIDTH = 100
-NOTICEABLE = 5e-5
+SHOWN = 5e-5
 """Share of the step from which a part of it is listed."""
 STAGES_SHOWN = 8
 """Pipeline ranks in the table of memory; of more, those that differ most are shown."""
@@ -61,6 +61,7 @@ def _details(answer: Row) -> Iterator[RenderableType]:
         f"{low:,.1f} to {high:,.1f}"
     )
     yield stages_table(first)
+    yield Text(_host_note(answer["job"]))
     yield from _title(f"what a device{_of_rank(first)} sends in a step")
     yield traffic_table(first, answer["order"])
     yield Text(answer["order"]["text"])
@@ -200,6 +201,12 @@ def stages_table(first: Row) -> Table:
     return table
 
 
+def _host_note(job: Row) -> str:
+    """What weights and checkpoints take outside the devices."""
+    checkpoint, loading = (format_bytes(job[f"{name}_bytes"]) for name in ("checkpoint", "loading"))
+    return f"A checkpoint takes {checkpoint}; reading the weights, {loading} of a node's memory."
+
+
 def _layers(chunks: Sequence[int]) -> str:
     """`8`, `4 x 5` for four chunks of five layers, `5+6` for unlike ones."""
     if len(chunks) > 1 and len(set(chunks)) == 1:
@@ -301,7 +308,7 @@ def seconds_table(first: Row) -> Table:
     for column in ("seconds", "share"):
         table.add_column(column, justify="right")
     for name, seconds in first["seconds"].items():
-        if abs(seconds) >= NOTICEABLE * first["step_time_s"]:
+        if abs(seconds) >= SHOWN * first["step_time_s"]:
             share = f"{seconds / first['step_time_s']:.1%}"
             table.add_row(_part(name), format_seconds(seconds), share)
     return table

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import yaml
 
 from fivefold.errors import UserError
+from fivefold.files import write_aside
 from fivefold.layout.notation import parse, stated
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.train.data import Samples, data_hash
@@ -26,7 +27,6 @@ from fivefold.train.metrics import (
     check_tensorboard,
     peak_flops_per_s,
     peak_memory_bytes,
-    replace_file,
 )
 from fivefold.train.prepare import Prepared, plan_run, prepare_run, prepare_samples
 from fivefold.train.runfile import Run
@@ -259,7 +259,8 @@ def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
         peak = peak_flops_per_s(torch.cuda.get_device_name(), run.precision)
     if run.out is not None:
         text = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
-        replace_file(Path(run.out, "run.yaml"), text)
+        Path(run.out).mkdir(parents=True, exist_ok=True)
+        write_aside(Path(run.out, "run.yaml"), text)
     print(header, flush=True)
     length = run.data.sequence_length
     return Reporter(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fivefold.errors import UserError
+from fivefold.files import write_aside
 from fivefold.train.runfile import Run
 
 
@@ -40,7 +40,8 @@ class MetricsFile:
         """Go on after `finished_steps`: lines of later steps, from before a resume, go. With 0 the
         file starts anew."""
         kept = _lines_up_to(path, finished_steps) if finished_steps else []
-        replace_file(path, "".join(kept))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(path, "".join(kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -67,14 +68,6 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
         if keep:
             kept.append(line)
     return kept
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file aside and give it its name when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    os.replace(aside, path)
 
 
 class Reporter:

@@ -19,7 +19,7 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.layout.stages import split_layers
 from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig
 from fivefold.model.presets import load_preset
-from fivefold.plan.export import ENGINES, Export, deepspeed, export, megatron, nemo, torchtitan
+from fivefold.plan.export import EXPORTERS, Export, deepspeed, export, megatron, nemo, torchtitan
 from fivefold.plan.export.megatron import export as export_megatron
 from fivefold.plan.export.megatron import options, pipeline_layout
 from fivefold.plan.export.planned import Planned
@@ -59,7 +59,7 @@ def after(words: list[str], name: str) -> str:
 # Every engine
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EXPORTERS)
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK, "gpt-oss-120b", "gemma-2-9b", "megatron-22b"])
 def test_every_file_says_what_it_was_checked_against_and_is_well_formed(engine, model):
     made = export(plan("tp2 sp pp2 vpp2 dp4 zero1 ulysses2 ring2 ga4", model), engine)
@@ -81,7 +81,7 @@ def test_an_engine_that_is_not_known_is_refused():
         export(plan("dp2"), "fairseq")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EXPORTERS)
 def test_a_plan_that_contradicts_itself_is_refused(engine):
     with pytest.raises(UserError, match="global_batch"):
         export(plan("dp2", global_batch=3), engine)

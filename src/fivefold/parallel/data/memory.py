@@ -54,7 +54,7 @@ def after_step(work: Work) -> StateBytes:
 
 def before_last_backward(work: Work) -> StateBytes:
     """Bytes of the chunks between the last micro-batch's forward and backward pass, when most is
-    gathered and not yet reduced."""
+    gathered and not yet reduced. Tests hold it against a run."""
     return _sum(work, _before_last_backward)
 
 

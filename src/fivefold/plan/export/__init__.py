@@ -12,7 +12,7 @@ from fivefold.plan.export import deepspeed, launch, megatron, nemo, torchtitan
 from fivefold.plan.export.planned import Export, Planned
 from fivefold.plan.planfile import PlanFile
 
-ENGINES = {
+EXPORTERS = {
     "megatron": megatron.export,
     "torchtitan": torchtitan.export,
     "deepspeed": deepspeed.export,
@@ -23,13 +23,13 @@ ENGINES = {
 
 
 def export(plan: PlanFile, to: str) -> Export:
-    """The files that engine `to` takes for a plan; see ENGINES for the names.
+    """The files that engine `to` takes for a plan; see EXPORTERS for the names.
 
     UserError for an engine that is not known and for a plan that contradicts itself.
     """
-    if to not in ENGINES:
-        raise UserError(f"there is no export to {to!r}: it may be {join_or(ENGINES)}")
-    return ENGINES[to](Planned(plan, plan.read_model(), plan.parsed_layout()))
+    if to not in EXPORTERS:
+        raise UserError(f"there is no export to {to!r}: it may be {join_or(EXPORTERS)}")
+    return EXPORTERS[to](Planned(plan, plan.read_model(), plan.parsed_layout()))
 
 
-__all__ = ["ENGINES", "Export", "export"]
+__all__ = ["EXPORTERS", "Export", "export"]

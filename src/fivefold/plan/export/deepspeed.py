@@ -27,6 +27,7 @@ CHECKED_AGAINST = "DeepSpeed 0.19.6, commit edaa7221267243c7be7fb49c5d5f5c4fb97b
 
 
 def export(planned: Planned) -> Export:
+    """DeepSpeed's configuration, and a script that starts a program of yours with it."""
     notes = _notes(planned)
     words = command([["--deepspeed", "--deepspeed_config", "deepspeed.json"]], PASSED_ON)
     script = (

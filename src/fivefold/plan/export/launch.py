@@ -13,6 +13,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def export_torchrun(planned: Planned) -> Export:
+    """A script that starts `fivefold train` with torchrun on a node."""
     notes = _notes(planned)
     text = (
         f"{SCRIPT}{comment(planned, CHECKED_AGAINST, notes)}"
@@ -23,6 +24,7 @@ def export_torchrun(planned: Planned) -> Export:
 
 
 def export_slurm(planned: Planned) -> Export:
+    """A batch job that starts `fivefold train` on all nodes."""
     notes = _notes(planned)
     directives = {
         "job-name": "fivefold",

@@ -41,6 +41,7 @@ PADDING = 128
 
 
 def export(planned: Planned) -> Export:
+    """A script that starts Megatron-LM with the plan's arguments."""
     arguments, notes = options(planned)
     notes.append(
         "data, learning rate, length of the run and checkpoints are not part of a plan: give "

@@ -125,6 +125,7 @@ PRECISIONS = {
 
 
 def export(planned: Planned) -> Export:
+    """The overrides of a NeMo recipe."""
     arguments, notes = megatron.options(planned)
     overrides = [
         override
