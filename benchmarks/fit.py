@@ -89,7 +89,7 @@ def fit(cases: list[Case], known: dict[str, float], verbose: int = 0) -> dict[st
         middle,
         bounds=(0, 1),
         loss="soft_l1",
-        f_scale=0.02,
+        f_scale=0.03,
         diff_step=0.02,
         max_nfev=12,
         verbose=verbose,

@@ -281,6 +281,7 @@ PROGRAMS = {
     **dict.fromkeys(["MB", "DGXC", "MLPERF", "NEMO24", "NEMOLS"], ENGINES["nemo"]),
     **dict.fromkeys(["MPT", "TITAN", "HFULY", "LLAMA1"], FSDP),
     "BLOOM": ENGINES["deepspeed"],
+    "DSV3": ENGINES["deepseek"],
     # Before fused losses and Transformer Engine.
     "ZB": replace(MEGATRON, loss_bytes=6),
     # Gradients in 16 bits, in DDP's buckets, and accumulated in fp32; eager activation functions.
@@ -340,9 +341,7 @@ def _engine(row: dict[str, str], source: str) -> Engine:
         overlapped_experts=engine.overlapped_experts
         or hidden
         or "DualPipe" in row["pipeline_schedule"],
-        once_a_node=once_a_node or source == "DSV3",
-        fused_experts=engine.fused_experts or source == "DSV3",  # its own kernels
-        dispatched_bytes=1 if source == "DSV3" else 2,
+        once_a_node=engine.once_a_node or once_a_node,
         # Messages in pieces beside a product exist for 16 bits and plain fp8 products only.
         pipelined_tensor_messages=pipelined
         or (engine.pipelined_tensor_messages and _precision(row) in ("bf16", "fp8")),
@@ -477,8 +476,6 @@ def _recomputes(row: dict[str, str], layers: int) -> list[tuple[str, int]]:
             raise UserError(f"recompute {text!r} is not known")
         if text == "selective (mlp)":  # of the dense layers, which are few
             mode = "none"
-        elif mode == "selective" and row["id"].startswith("FMS"):  # of whole blocks, most of them
-            mode = "full"
         return [(mode, 0)]
     if row["gpu"].startswith("GB") and row["zero_stage_or_fsdp"].startswith("FSDP ("):
         return [("none", 0)]  # keeps activations in host memory instead

@@ -394,6 +394,44 @@ def test_train_refuses_a_schedule_that_is_only_planned(capsys, tmp_path, run_fil
     assert "schedule=zb-h1 can be planned, not run yet" in line
 
 
+def test_layout_explains_a_schedule_that_is_only_planned(capsys):
+    for schedule in ("zb-h1", "dualpipe"):
+        assert main(["layout", f"pp2 ga4 schedule={schedule}"]) == 0
+        assert schedule in capsys.readouterr().out
+
+
+SMALL = ["plan", "llama-3.1-8b", "--cluster", "h100:8x450GB/s,50GB/s", "--gpus", "8"]
+
+
+@pytest.mark.parametrize("place", ["no/plan.yaml", ".", ""])
+def test_a_plan_that_could_not_be_saved_is_refused_before_the_search(
+    capsys, monkeypatch, tmp_path, place
+):
+    monkeypatch.chdir(tmp_path)
+    line = sentence(capsys, main([*SMALL, "--save", place]))
+    assert "the plan cannot be written" in line
+
+
+def test_a_saved_layout_that_does_not_fit_is_said_not_to(capsys, tmp_path):
+    path = str(tmp_path / "plan.yaml")
+    assert main([*SMALL, "--layout", "dp8", "--save", path, "--json"]) == 1
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert f"the layout that {path} keeps does not fit" in notes
+    assert main([*SMALL, "--layout", "dp8 zero3", "--save", path, "--json"]) == 0
+    assert not any(path in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_the_names_that_are_known_can_be_json(capsys):
+    assert main(["plan", "--list", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert "llama-3.1-8b" in known["models"] and "dgx-h100" in known["clusters"]
+
+
+def test_a_sequence_may_be_said_in_thousands(capsys):
+    assert main([*SMALL, "--seq", "8K", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["sequence_length"] == 8192
+
+
 def test_export_prints_or_writes_what_an_engine_takes(capsys, plan_path, tmp_path):
     assert main(["export", plan_path, "--to", "megatron"]) == 0
     printed = capsys.readouterr().out

@@ -94,7 +94,7 @@ ClusterOption = Annotated[
 ]
 GpusOption = Annotated[int | None, typer.Option("--gpus", metavar="N", help="Devices.")]
 SequenceOption = Annotated[
-    int | None, typer.Option("--seq", metavar="N", min=1, help="Tokens of a sequence; 4096.")
+    str | None, typer.Option("--seq", metavar="N", help="Tokens of a sequence, such as 8K; 4096.")
 ]
 BatchOption = Annotated[
     int | None,
@@ -114,12 +114,14 @@ OnlyLayoutOption = Annotated[
     str | None, typer.Option("--layout", metavar="TEXT", help="Look at this layout only.")
 ]
 FixOption = Annotated[
-    str, typer.Option("--fix", metavar="TEXT", help='What must be so: "tp8 zero1".')
+    str | None, typer.Option("--fix", metavar="TEXT", help='What must be so: "tp8 zero1".')
 ]
 ForbidOption = Annotated[
-    str, typer.Option("--forbid", metavar="TEXT", help='What must not be: "pp zero3".')
+    str | None, typer.Option("--forbid", metavar="TEXT", help='What must not be: "pp zero3".')
 ]
-TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Layouts shown.")]
+TopOption = Annotated[
+    int, typer.Option("--top", metavar="N", min=1, max=100, help="Layouts shown.")
+]
 ObjectiveOption = Annotated[
     str, typer.Option("--objective", metavar="NAME", help="time, memory or cost.")
 ]
@@ -145,7 +147,9 @@ MeasuredOption = Annotated[
 EngineOption = Annotated[
     str,
     typer.Option(
-        "--engine", metavar="NAME", help="Runs it: megatron, nemo, fsdp, deepspeed or fivefold."
+        "--engine",
+        metavar="NAME",
+        help="Runs it: megatron, nemo, fsdp, deepspeed, deepseek, fivefold.",
     ),
 ]
 MtpOption = Annotated[
@@ -163,7 +167,9 @@ ImbalanceOption = Annotated[
 MegatronOption = Annotated[
     str | None,
     typer.Option(
-        "--from-megatron", metavar="ARGS", help="Read model and layout from Megatron arguments."
+        "--from-megatron",
+        metavar="ARGS",
+        help="Read model and layout from Megatron arguments, or a script that has them.",
     ),
 ]
 DimsOption = Annotated[
@@ -193,8 +199,8 @@ def plan(
     global_batch_tokens: BatchTokensOption = None,
     precision: PrecisionOption = None,
     layout: OnlyLayoutOption = None,
-    fix: FixOption = "",
-    forbid: ForbidOption = "",
+    fix: FixOption = None,
+    forbid: ForbidOption = None,
     top: TopOption = 5,
     objective: ObjectiveOption = "time",
     tokens: TokensOption = None,
@@ -225,18 +231,17 @@ def plan(
       fivefold plan mixtral-8x7b --cluster dgx-h100 --gpus 64 --save plan.yaml
     """
     if list_names:
-        _print_names()
+        _print_names(as_json)
         return
-    from fivefold.plan.question import Options, ask
+    from fivefold.plan.question import Options, ask, sequence_tokens
 
-    if dims is not None and model is not None:
-        raise UserError("--dims describes a model and MODEL names one: give one of them")
     question = ask(
         Options(
-            model=model or dims,
+            model=model,
+            dims=dims,
             cluster=cluster,
             gpus=gpus,
-            sequence_length=sequence_length,
+            sequence_length=None if sequence_length is None else sequence_tokens(sequence_length),
             global_batch=global_batch,
             global_batch_tokens=global_batch_tokens,
             precision=precision,
@@ -261,9 +266,14 @@ def plan(
 
 def _show(question: Question, as_json: bool, save: str | None) -> None:
     """Answers, prints, saves, and ends with the exit code."""
-    from fivefold.plan.answer import answer, plan_file
+    from fivefold.plan.answer import answer, plan_file, refuse_unsavable
 
+    if save is not None:
+        refuse_unsavable(question, save)
     result = answer(question)
+    fits = bool(result["layouts"]) and result["layouts"][0]["verdict"] != "no"
+    if save is not None and result["layouts"] and not fits:
+        result["notes"].append(f"the layout that {save} keeps does not fit")
     if as_json:
         _print_json(result)
     else:
@@ -278,15 +288,18 @@ def _show(question: Question, as_json: bool, save: str | None) -> None:
         from fivefold.plan import planfile
 
         planfile.save(plan_file(question, result), save)
-    fits = result["layouts"] and result["layouts"][0]["verdict"] != "no"
     raise typer.Exit(0 if fits else 1)
 
 
-def _print_names() -> None:
+def _print_names(as_json: bool) -> None:
     from fivefold.cluster.cluster import catalogue_names
     from fivefold.model.presets import preset_names
 
-    for what, names in (("models", preset_names()), ("clusters", catalogue_names())):
+    known = {"models": preset_names(), "clusters": catalogue_names()}
+    if as_json:
+        _print_json(known)
+        return
+    for what, names in known.items():
         print(f"{what}:", *names, sep="\n  ")
 
 
@@ -448,13 +461,14 @@ def layout(
       fivefold layout "tp4 sp pp2 dp8 ep4"
       fivefold layout "tp2 ring2 zero3" --gpus 16 --json
     """
-    from fivefold.layout.legality import check as check_layout
+    from fivefold.layout.legality import violations
     from fivefold.layout.notation import parse
     from fivefold.layout.ranks import groups
     from fivefold.report.tables import AXES, LARGEST_LISTED, degrees, layout_table
 
     layout = parse(text, gpus)
-    check_layout(layout, world_size=gpus)
+    for broken in violations(layout, world_size=gpus, running=False):
+        raise UserError(broken)
     if as_json:
         listed = layout.world_size <= LARGEST_LISTED
         _print_json(

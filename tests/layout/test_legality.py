@@ -126,7 +126,7 @@ def test_a_rule_about_the_layout_alone(text: str, neighbour: str, words: list[st
         (Layout(dp=0, dp_replicate=2), "dp must be 1 or more, not 0"),
         (Layout(zero=4), "0 to 3, not 4"),
         (Layout(recompute="all"), "none, selective or full"),
-        (Layout(schedule="interleaved", pp=2, vpp=2), "gpipe or 1f1b"),
+        (Layout(schedule="interleaved", pp=2, vpp=2), "gpipe, 1f1b, zb-h1"),
         (Layout(order=("tp", "dp")), "order=tp-dp"),
         (Layout(pp=2, layers=(8, 0)), "stage 1 0 layers"),
         (Layout(recompute_layers=2), "recompute=none takes no number of layers"),
@@ -269,6 +269,22 @@ def test_a_layout_may_break_several_rules_and_check_names_the_first():
     with pytest.raises(UserError) as error:
         check(layout, PHI_4, sequence_length=64, world_size=4)
     assert str(error.value) == broken[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("recompute=full:3", 2),
+        ("pp2 recompute=full:2", 1),
+        ("pp2 vpp1 layers=1,1 recompute=full:99", 1),
+    ],
+)
+def test_no_more_layers_are_recomputed_than_a_stage_has(text: str, most: int):
+    model = replace(TINY_M, num_layers=2, moe=None)
+    (message,) = violations(parse(text), model)
+    assert f"it may be up to full:{most}, or full for all" in message
+    within = text.rpartition(":")[0] + f":{most}"
+    assert violations(parse(within), model) == []
 
 
 # Schedules that are planned, not run

@@ -370,6 +370,14 @@ def test_a_size_that_is_no_positive_integer_is_refused_with_its_value(key: str, 
     assert key in message and json.dumps(value) in message
 
 
+@pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
+def test_a_size_beyond_sense_is_refused_with_the_most(key: str) -> None:
+    most = 10_000 if key == "num_hidden_layers" else 10_000_000
+    assert f"{key} {most + 1:,} is too large: the most is {most:,}" in refused(
+        "llama", **{key: most + 1}
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -54,6 +54,12 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         load_model("nowhere/config.json")
 
 
+@pytest.mark.parametrize("name", ["foo", "claude", "x" * 5000])
+def test_a_name_that_is_near_none_is_refused_without_a_guess(name: str) -> None:
+    with pytest.raises(UserError, match="named models; fivefold plan --list has them"):
+        load_model(name)
+
+
 @pytest.mark.parametrize("name", MEGATRON_GPTS)
 def test_megatrons_gpts_have_the_parameters_of_the_papers_formula(name: str) -> None:
     """arXiv:2104.04473, equation 2: 12 l h² (1 + 13 / 12h + (V + s) / 12lh); the final norm's 2 h
@@ -126,6 +132,8 @@ def test_a_mixture_with_dense_layers_needs_their_width() -> None:
         ("norm=batch", "norm=layer"),
         ("positions=-1", "positions=-1"),
         ("head_dim=0", "head_dim"),
+        ("positions=10000001", "positions 10,000,001 is too large: the most is 10,000,000"),
+        ("mtp=10001", "mtp 10,001 is too large: the most is 10,000"),
         ("tied", "name=value"),
     ],
 )

@@ -83,7 +83,7 @@ KEYS = {
         "measured_factor",
     },
     "job.measured[]": {"layout", "step_time_s", "predicted_step_time_s", "ratio"},
-    "search": {"layouts", "legal", "fit", "skipped", "seconds"},
+    "search": {"layouts", "legal", "fit", "skipped", "near", "seconds"},
     "layouts[]": {
         "layout",
         "meaning",
@@ -142,6 +142,7 @@ KEYS = {
         "state_bytes",
         "bounds",
         "smallest_gpus",
+        "smallest_gpus_to_spare",
         "helps",
         "text",
     },
@@ -268,14 +269,35 @@ def test_a_measured_step_scales_all_times_and_keeps_the_order():
 
 
 def test_a_measured_step_narrows_the_interval():
-    plain = planned(model="llama-3.1-8b", gpus=16)["layouts"][0]
-    line = f"{plain['layout']}={plain['step_time_s']}s"
+    plain, other = planned(model="llama-3.1-8b", gpus=16)["layouts"][:2]
+    line = f"{other['layout']}={other['step_time_s']}s"
     sharp = planned(model="llama-3.1-8b", gpus=16, measured=(line,))["layouts"][0]
     before, after = (
         math.log(each["step_time_high_s"] / each["step_time_low_s"]) for each in (plain, sharp)
     )
     assert after < before
     assert after == pytest.approx(sharpen([(1.0, 1.0)]).narrower * before)
+
+
+def test_a_measured_layout_is_shown_with_what_was_measured():
+    layout = planned(model="llama-3.1-8b", gpus=16)["layouts"][0]["layout"]
+    options = {"model": "llama-3.1-8b", "gpus": 16, "layout": layout}
+    (once,) = planned(**options, measured=(f"{layout}=50s",))["layouts"]
+    assert [once[f"step_time{end}_s"] for end in ("", "_low", "_high")] == [50.0] * 3
+    assert sum(once["seconds"].values()) == pytest.approx(50.0)
+    (twice,) = planned(**options, measured=(f"{layout}=50s", f"{layout}=52s"))["layouts"]
+    assert [twice[f"step_time{end}_s"] for end in ("", "_low", "_high")] == [51.0, 50.0, 52.0]
+    listed = planned(model="llama-3.1-8b", gpus=16, measured=(f"{layout}=50s",))["layouts"]
+    steps = {each["layout"]: each["step_time_s"] for each in listed}
+    assert steps.get(layout, 50.0) == 50.0 and [*steps.values()] == sorted(steps.values())
+
+
+def test_a_measured_step_far_from_its_prediction_is_doubted():
+    first = planned(model="llama-3.1-8b", gpus=16)["layouts"][0]
+    for factor, doubted in [(2.9, False), (3.1, True), (0.34, False), (0.32, True)]:
+        line = f"{first['layout']}={first['step_time_s'] * factor:.6f}s"
+        notes = planned(model="llama-3.1-8b", gpus=16, measured=(line,))["notes"]
+        assert any("was measured to take" in note for note in notes) == doubted
 
 
 # --- one layout ----------------------------------------------------------------------------------
@@ -303,6 +325,45 @@ def test_a_layout_over_memory_is_shown_and_said_not_to_fit():
     (asked,) = result["layouts"]
     assert asked["verdict"] == "no" and asked["peak_memory_bytes"] > 77.6e9
     assert any(each["text"].startswith("It does not fit: stage 0 needs") for each in asked["why"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict"),
+    [
+        ({"max_memory": "400GB"}, "fits"),
+        ({"max_memory": "120GB"}, "fits"),
+        ({"max_memory": "115GB"}, "tight"),
+        ({"max_memory": "100GB"}, "no"),
+        ({"max_memory": "120GB", "headroom": "20%"}, "no"),
+        ({}, "no"),
+    ],
+)
+def test_the_verdict_is_by_the_limit_that_was_asked_for(limit, verdict):
+    """110 GB on devices of 80."""
+    options = {"model": "llama-3.1-8b", "gpus": 8, "layout": "dp8 zero1 mb2"}
+    result = planned(**options, **limit)
+    (asked,) = result["layouts"]
+    assert 106e9 < asked["peak_memory_bytes"] < 110.4e9 and asked["verdict"] == verdict
+    does_not_fit = any(each["text"].startswith("It does not fit") for each in asked["why"])
+    assert does_not_fit == (verdict == "no")
+
+
+def test_neighbours_take_as_long_as_when_they_are_asked_about():
+    options = {"model": "llama-3.1-70b", "gpus": 64}
+    result = planned(**options, layout="tp4 sp pp4 vpp4 zero1")
+    first = result["layouts"][0]["step_time_s"]
+    for change in ("zero0", "pp x 2", "vpp / 2"):
+        found = next(each for each in result["neighbours"] if each["change"] == change)
+        (asked,) = planned(**options, layout=found["layout"])["layouts"]
+        assert found["step_time_ratio"] == pytest.approx(asked["step_time_s"] / first, rel=1e-6)
+        assert found["step_time_s"] == pytest.approx(asked["step_time_s"])
+        assert found["verdict"] == asked["verdict"]
+
+
+def test_no_bubble_is_negative():
+    for layout in ("tp4 sp pp4 vpp4 zero1", "pp8 vpp10 dp8 mb1", "tp8 sp pp8"):
+        (asked,) = planned(model="llama-3.1-70b", gpus=64, layout=layout)["layouts"]
+        assert asked["bubble_fraction"] >= 0
 
 
 def test_an_illegal_layout_is_refused_with_every_rule_it_breaks():
@@ -365,6 +426,16 @@ def test_the_smallest_number_of_devices_has_a_layout_that_fits():
     enough = planned(model="llama-3.1-70b", gpus=shortage["smallest_gpus"])
     assert enough["layouts"] and enough["layouts"][0]["verdict"] != "no"
     assert planned(model="llama-3.1-70b", gpus=shortage["smallest_gpus"] - 8)["nothing_fits"]
+
+
+def test_fewer_devices_may_do_with_less_to_spare():
+    """Llama-3.1-70B fits 16 devices of 85.5 GB, tightly, and 24 with the usual headroom."""
+    options = {"model": "llama-3.1-70b", "cluster": "h100:8x450GB/s,50GB/s"}
+    shortage = planned(**options, gpus=8)["nothing_fits"]
+    tight, spare = shortage["smallest_gpus"], shortage["smallest_gpus_to_spare"]
+    assert tight < spare and f"is {tight}, in full nodes; it is tight" in shortage["text"][-1]
+    assert planned(**options, gpus=tight)["layouts"][0]["verdict"] == "tight"
+    assert planned(**options, gpus=spare)["layouts"][0]["verdict"] == "fits"
 
 
 def test_qwen3_235b_does_not_fit_64_devices_as_users_try_it():

@@ -194,9 +194,14 @@ def test_a_script_with_variables_arrays_comments_and_continued_lines_is_read():
     assert run.notes == ("these arguments were not read: --lr",)
 
 
+@pytest.mark.parametrize("argument", ["--hidden-size 10000001", "--num-layers 10001"])
+def test_a_size_beyond_sense_is_refused(argument):
+    with pytest.raises(UserError, match=r"is too large: the most is 10,"):
+        read_megatron(f"{MODEL} {argument}", 64)
+
+
 def test_a_vocabulary_of_the_tokenizer_must_be_given():
     text = MODEL.replace("--vocab-size 50257 ", "")
-    assert read_megatron(text, 64, vocab_size=50304).config.vocab_size == 50304
     with pytest.raises(UserError, match="--vocab-size"):
         read_megatron(text, 64)
 

@@ -33,6 +33,13 @@ def test_a_saved_plan_comes_back_and_leaves_nothing_aside(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_there_is_a_plan(tmp_path):
+    planfile.refuse_unwritable(tmp_path / "plan.yaml")
+    for path, reason in [(tmp_path, "a folder"), (tmp_path / "no" / "plan.yaml", "no folder")]:
+        with pytest.raises(UserError, match=reason):
+            planfile.refuse_unwritable(path)
+
+
 def test_a_model_file_is_found_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "model.json").write_text("{}", encoding="utf-8")
     (tmp_path / "plans").mkdir()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fivefold.errors import UserError
@@ -10,9 +12,11 @@ from fivefold.plan.planfile import load, save
 from fivefold.plan.question import (
     Options,
     ask,
+    measured_step,
     memory_bytes,
     number,
     round_batch,
+    sequence_tokens,
     share,
 )
 
@@ -82,7 +86,7 @@ def test_a_measured_step_is_a_layout_and_seconds():
     assert question.measured[1][1] == 0.25
 
 
-def test_megatron_arguments_are_a_model_and_a_layout():
+def test_megatron_arguments_or_a_script_that_has_them_are_a_model_and_a_layout(tmp_path):
     arguments = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
         "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm "
@@ -95,8 +99,9 @@ def test_megatron_arguments_are_a_model_and_a_layout():
     assert (question.job.sequence_length, question.job.global_batch) == (8192, 128)
     assert question.layout is not None
     assert (question.layout.tp, question.layout.pp, question.layout.dp) == (4, 2, 8)
-    with pytest.raises(UserError, match="hidden_size 8192 and the Megatron arguments say 4096"):
-        ask(options(model="llama-2-70b", from_megatron=arguments))
+    script = tmp_path / "pretrain.sh"
+    script.write_text(f"torchrun pretrain_gpt.py {arguments}", encoding="utf-8")
+    assert ask(options(model=None, from_megatron=str(script))).job == question.job
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,28 @@ def test_megatron_arguments_are_a_model_and_a_layout():
         ({"precision": "fp8"}, "no matrix products in fp8"),
         ({"engine": "megatro"}, "engine 'megatro' is not known"),
         ({"imbalance": 0.5}, "cannot be below 1"),
+        ({"imbalance": math.nan}, "cannot be below 1"),
+        ({"imbalance": math.inf}, "has no experts"),
+        ({"imbalance": math.inf, "model": "mixtral-8x7b"}, "it may be up to 4$"),
+        ({"imbalance": 4.1, "model": "mixtral-8x7b"}, "it may be up to 4$"),
+        ({"gpus": None, "layout": "tp1000 pp1000 dp1000"}, "--gpus is .*the most is 10,000,000"),
+        ({"model": None, "from_megatron": "no.sh"}, "no.sh: there is no such file"),
+        ({"gpus": 10_000_001}, "--gpus is 10,000,001 devices.*the most is 10,000,000"),
+        ({"sequence_length": 10**12}, "--seq is .* tokens.*the most is 100,000,000"),
+        ({"global_batch": 10**12}, "the global batch is .*the most is 1,000,000"),
+        ({"global_batch_tokens": "100T"}, "the global batch is .*the most is 1,000,000"),
+        (
+            {"model": "hidden=1000000,layers=10000,heads=8,vocab=8,ffn=1000000"},
+            "parameters, which is too many",
+        ),
+        ({"cluster": "h100:0x450GB/s,50GB/s"}, "reaches 0 devices"),
+        ({"model": None, "dims": "hidden"}, "has no dimensions"),
+        ({"dims": "hidden=64"}, "--dims describes a model and MODEL names one"),
+        ({"from_megatron": "--bf16"}, "and MODEL says one of them too"),
+        (
+            {"model": None, "from_megatron": "--bf16", "layout": "tp8"},
+            "and --layout says one of them too",
+        ),
         ({"mtp": True}, "no multi-token-prediction modules"),
         ({"global_batch": 8, "global_batch_tokens": "16M"}, "give one of them"),
         ({"global_batch": 0}, "--global-batch must be 1 or more"),
@@ -120,6 +147,8 @@ def test_megatron_arguments_are_a_model_and_a_layout():
         ({"headroom": "100%"}, "write it like 5%"),
         ({"measured": ("tp8",)}, "no measured step"),
         ({"measured": ("tp8=0s",)}, "no measured step"),
+        ({"measured": ("=9s",)}, "no measured step"),
+        ({"measured": ("tp8=nans",)}, "no measured step"),
         ({"layout": "tp3"}, "must divide"),
         ({"layout": "tp8 dp8", "global_batch": 9}, "not a multiple of dp 8"),
     ],
@@ -129,9 +158,51 @@ def test_a_wrong_option_is_one_sentence(changes, expected):
         ask(options(**changes))
 
 
+@pytest.mark.parametrize(
+    "option", ["model", "cluster", "precision", "layout", "from_megatron", "dims", "fix", "forbid"]
+)
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_option_without_a_value_is_refused(option, text):
+    with pytest.raises(UserError, match="is empty: give it a value, or leave it out"):
+        ask(options(**{option: text}))
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "", "1e999", "9" * 400, "0x1", "9" * 30])
+@pytest.mark.parametrize("unit", ["", "s", "GB", "%"])
+def test_no_value_with_a_unit_is_infinite_negative_or_no_number(text, unit):
+    job = ask(options()).job
+    readers = [
+        lambda: number(text + unit, "--x"),
+        lambda: sequence_tokens(text + unit),
+        lambda: memory_bytes(text + unit),
+        lambda: measured_step(f"tp8={text}{unit}", job),
+    ]
+    if float(text.replace("0x1", "1") or 1):  # all of the memory may be used
+        readers.append(lambda: share(text + unit))
+    for read in readers:
+        with pytest.raises(UserError):
+            read()
+
+
+def test_a_job_that_does_not_fill_its_nodes_is_said_to():
+    for gpus, words in [
+        (12, "12 devices do not fill whole nodes of 8: they are planned as 2 nodes with 6"),
+        (13, "they are planned as 1 node with 8 and one with 5"),
+    ]:
+        assert words in ask(options(gpus=gpus)).notes[-1]
+    for gpus in (4, 8, 64):
+        assert not any("do not fill" in note for note in ask(options(gpus=gpus)).notes)
+
+
 def test_units_are_read():
     assert (number("16M", "--x"), number("15T", "--x"), number("4e6", "--x")) == (16e6, 15e12, 4e6)
     assert (memory_bytes("70GB"), memory_bytes("64 GiB")) == (70e9, 64 * 2**30)
+    assert (memory_bytes("70G"), memory_bytes("64gi")) == (70e9, 64 * 2**30)
+    assert (sequence_tokens("8192"), sequence_tokens("8K"), sequence_tokens("1m")) == (
+        8192,
+        8192,
+        2**20,
+    )
     assert (share("5%"), share("0.1")) == (0.05, 0.1)
 
 

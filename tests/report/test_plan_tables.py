@@ -129,7 +129,14 @@ def answer(**changes: Any) -> dict[str, Any]:
             ],
             "measured_factor": 1.08,
         },
-        "search": {"layouts": 1000, "legal": 500, "fit": 100, "seconds": 0.123, "skipped": 7},
+        "search": {
+            "layouts": 1000,
+            "legal": 500,
+            "fit": 100,
+            "seconds": 0.123,
+            "skipped": 7,
+            "near": 0.005,
+        },
         "layouts": [layout(), layout("tp4 sp pp4 dp4", step_time_s=8.1, verdict="tight")],
         "best_found": None,
         "order": {
@@ -222,6 +229,12 @@ def test_in_the_sums_what_is_gathered_inside_a_tp_group_counts_as_tp():
     assert totals == ["TP", "SP", "DP", "PP"]
     assert "97.0 GB" in line_with(text, "TP", "in all")
     assert "20.0 GB" in line_with(text, "SP", "in all")
+
+
+def test_a_neighbour_that_leaves_too_little_free_is_tight():
+    row = {**answer()["neighbours"][0], "verdict": "tight", "peak_memory_bytes": 82 * GIGA}
+    text = printed(neighbours_table([row], 80 * GIGA))
+    assert "82.0 GB tight: 82.0 GB of 80.0" in line_with(text, "tp / 2")
 
 
 def test_a_neighbour_costs_a_ratio_or_does_not_fit_or_is_illegal():

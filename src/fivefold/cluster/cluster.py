@@ -34,6 +34,9 @@ SHAPES = ("switch", "fullmesh", "ring", "torus")
 CATALOGUE = Path(__file__).parent / "catalogue"
 CONSTANTS = Path(__file__).parent / "constants.yaml"
 
+MOST_DEVICES = 10_000_000
+"""No machine has more; a slip of the keyboard must not become sums that overflow."""
+
 NEAR_LATENCY_S = (0.6e-6, 1.9e-6, 3.4e-6)
 FAR_LATENCY_S = (2.7e-6, 4.0e-6, 14.0e-6)
 """What NCCL takes for a step of a ring over NVLink and over a network, by protocol: LL, LL128 and
@@ -280,14 +283,14 @@ def _tier(data: Any, index: int, where: str) -> Tier:
         latency_s = (ll * 1e-6, ll128 * 1e-6, simple * 1e-6)
     return Tier(
         name=str(data["name"]),
-        size=int(_number(data, "size", where)) if "size" in data else None,
+        size=_whole(data, "size", where) if "size" in data else None,
         bandwidth=_number(data, "bandwidth_gb_s", where) * 1e9,
         shape=shape,
-        links=int(_number(data, "links", where, 1)),
+        links=_whole(data, "links", where, 1),
         latency_s=latency_s,
         efficiency=_number(data, "efficiency", where, NEAR_EFFICIENCY if near else FAR_EFFICIENCY),
         oversubscription=_number(data, "oversubscription", where, 1),
-        rails=int(_number(data, "rails", where, 1)),
+        rails=_whole(data, "rails", where, 1),
         in_switch_reduce=(
             _number(data, "in_switch_reduce", where) if "in_switch_reduce" in data else None
         ),
@@ -325,6 +328,15 @@ def _number(data: Mapping[str, Any], key: str, where: str, default: float | None
     return value
 
 
+def _whole(data: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = _number(data, key, where, default)
+    if value != int(value) or value > MOST_DEVICES:
+        raise UserError(
+            f"{where}: {key} must be a whole number of 1 to {MOST_DEVICES:,}, not {value!r}"
+        )
+    return int(value)
+
+
 # One line of numbers
 
 UNITS = {"GB/s": 1e9, "TB/s": 1e12, "Gb/s": 1e9 / 8}
@@ -360,7 +372,11 @@ def _tier_of_numbers(text: str, index: int) -> Tier:
     parts = re.fullmatch(r"(?:([0-9]+)x)?(mesh)?([0-9.]+)([GT]B/s|Gb/s)", text.strip())
     if parts is None:
         raise UserError(f"{text.strip()!r} is no tier: write 8x450GB/s, as in {LINE_FORM}")
-    size = int(parts[1]) if parts[1] else None
+    size = int(parts[1][:20]) if parts[1] else None
+    if size is not None and not 0 < size <= MOST_DEVICES:
+        raise UserError(
+            f"{text.strip()!r} reaches {parts[1]} devices: it may be 1 to {MOST_DEVICES:,}"
+        )
     if parts[2] and (size is None or size < 2 or index > 0):
         raise UserError(f"{text.strip()!r}: a mesh must be the first tier, of 2 devices or more")
     return Tier(
@@ -380,6 +396,6 @@ def _plain(digits: str, text: str) -> float:
         value = float(digits)
     except ValueError:
         value = 0.0
-    if value <= 0:
-        raise UserError(f"{digits!r} in {text!r} is no number above 0")
+    if not 0 < value < 1e18:
+        raise UserError(f"{digits[:20]!r} in {text[:80]!r} is no number above 0")
     return value

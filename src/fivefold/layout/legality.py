@@ -159,7 +159,8 @@ def recompute_mode_is_known(layout: Layout) -> str:
 
 @rule(lambda layout: _is_one_of(layout.schedule, (*SCHEDULES, *PLANNED_SCHEDULES)))
 def schedule_is_known(layout: Layout) -> str:
-    return f"schedule={layout.schedule} is not known: it may be {join_or(SCHEDULES)}"
+    known = (*SCHEDULES, *PLANNED_SCHEDULES)
+    return f"schedule={layout.schedule} is not known: it may be {join_or(known)}"
 
 
 @rule(lambda layout: sorted(layout.order) == sorted(ORDER))
@@ -500,6 +501,20 @@ def stages_have_layers(layout: Layout, model: ModelConfig) -> str:
     )
 
 
+def _largest_stage(layout: Degrees, model: ModelConfig) -> Any:
+    """Layers of the largest virtual stage."""
+    return max(layout.layers) if layout.layers else -(-model.num_layers // layout.stages)
+
+
+@rule(lambda layout, model: layout.recompute_layers <= _largest_stage(layout, model))
+def recomputed_layers_are_there(layout: Layout, model: ModelConfig) -> str:
+    most = _largest_stage(layout, model)
+    return (
+        f"recompute=full:{layout.recompute_layers} is more layers than the {most} of the largest "
+        f"stage: it may be up to full:{most}, or full for all"
+    )
+
+
 @rule(
     lambda layout, model: (
         layout.layers is None
@@ -547,6 +562,7 @@ def etp_divides_expert_width(layout: Layout, model: ModelConfig) -> str:
 MODEL_RULES = (
     ulysses_divides_heads,
     stages_have_layers,
+    recomputed_layers_are_there,
     listed_layers_are_the_models,
     expert_splits_need_experts,
     ep_divides_experts,

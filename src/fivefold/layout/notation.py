@@ -196,7 +196,7 @@ FORMS = {
     "sp": "sp",
     **{name: f"{name}N" for name in (*DEGREES, "edp")},
     "recompute": "recompute=none|selective|full|full:N",
-    "schedule": "schedule=gpipe|1f1b|interleaved",
+    "schedule": "schedule=" + "|".join((*SCHEDULES, "interleaved", *PLANNED_SCHEDULES)),
     "order": "order=" + "-".join(ORDER),
     "layers": "layers=N,N*times,N",
 }

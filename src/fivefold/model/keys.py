@@ -64,8 +64,8 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 
 LARGEST_COUNT = 10_000_000
 LARGEST_LAYERS = 10_000
-"""No width, number of rows, heads or experts, and no number of layers, is beyond these: a slip of the
-keyboard must not become arithmetic that overflows."""
+"""No width, number of rows, heads or experts, and no number of layers, is beyond these: a slip of
+the keyboard must not become arithmetic that overflows."""
 
 
 def refuse_absurd(name: str, count: int) -> None:

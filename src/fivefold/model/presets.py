@@ -7,6 +7,7 @@ the GPT models that Megatron's papers trained, which have no file.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -64,7 +65,7 @@ def read_model(source: str | dict[str, Any]) -> ModelConfig:
 
 def are_dimensions(text: str) -> bool:
     """Whether a model is named by its dimensions. A path may have an equals sign in it too."""
-    return "=" in text and not Path(text).exists()
+    return "=" in text and not os.path.exists(text)
 
 
 def load_model(text: str) -> ModelConfig:
@@ -75,7 +76,7 @@ def load_model(text: str) -> ModelConfig:
     names = preset_names()
     if text.lower() in names:
         return load_preset(text.lower())
-    if Path(text).exists() or "/" in text or text.endswith(".json"):
+    if os.path.exists(text) or "/" in text or text.endswith(".json"):
         return load_config(text)
     near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.6)
     cure = f"the nearest names are {', '.join(near)}" if near else "fivefold plan --list has them"

@@ -257,12 +257,24 @@ def stage_work(
 
 
 def pipeline_work(
-    config: ModelConfig, layout: Layout, sequence_length: int, precision: str, mtp: bool = False
+    config: ModelConfig,
+    layout: Layout,
+    sequence_length: int,
+    precision: str,
+    mtp: bool = False,
+    flat: bool = False,
 ) -> Work:
     """All chunks of each pipeline rank of one layout together: arrays [pp], from rank 0 on."""
     ranks = Layouts.of([layout]).take(np.zeros(layout.pp, np.int64))
     held = _held(config, ranks, np.arange(layout.pp), mtp)
-    return _work_of(config, ranks, sequence_length, precision, held, mtp)
+    return _work_of(config, ranks, sequence_length, precision, held, mtp, flat)
+
+
+def stage_counts(config: ModelConfig, layout: Layout, mtp: bool) -> dict[Any, NDArray[Any]]:
+    """What each virtual stage of one layout holds, arrays [stages]: the layers of a kind by
+    ("layers", kind), those of them that are recomputed by ("recomputed", kind)."""
+    stages = Layouts.of([layout]).take(np.zeros(layout.stages, np.int64))
+    return _chunk_counts(config, stages, np.arange(layout.stages), mtp)
 
 
 def _held(

@@ -9,18 +9,17 @@ attention and experts). The log-sum-exp that fused attention keeps (4 bytes a he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from fivefold.layout.many import Layouts
 from fivefold.model.config import LayerKind, MoEConfig
+from fivefold.parallel.work import ELEMENT_BYTES, FP32
 from fivefold.plan.job import Job
+from fivefold.plan.operations import Numbers, tokens
 
-HALF, FP32 = 2, 4
-"""Bytes of an element of activations and gathered weights; of fp32 gradients and logits."""
-
-Numbers = Any  # a number, or an array [n] over layouts
+HALF = ELEMENT_BYTES["bf16"]
+"""Bytes of an element of activations and gathered weights."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class LayerBytes:
 def layer_activations(job: Job, layouts: Layouts, kind: LayerKind) -> LayerBytes:
     """What one layer keeps of one micro-batch for its backward pass, and what that needs."""
     config, engine, tp = job.config, job.engine, layouts.tp
-    t = tokens_of(job, layouts)
+    t = tokens(job, layouts)
     hidden = HALF * config.hidden_size * t / layouts.sp_degree
     # An input of products: quantized by some programs, as it was gathered by others.
     gathered = layouts.sp_degree if engine.keeps_gathered_inputs else 1
@@ -80,11 +79,6 @@ def layer_activations(job: Job, layouts: Layouts, kind: LayerKind) -> LayerBytes
     travelling = 2 * HALF * config.hidden_size * t * (layouts.sp_degree > 1)
     backward = np.maximum(attention_backward, mlp_backward) + 2 * hidden + travelling
     return LayerBytes(kept, selective, hidden, backward)
-
-
-def tokens_of(job: Job, layouts: Layouts) -> Numbers:
-    """Of one micro-batch on one context-parallel rank."""
-    return layouts.micro_batch * (job.sequence_length / layouts.cp)
 
 
 def _input_bytes(job: Job) -> float:
@@ -176,7 +170,7 @@ def routed_copies(job: Job, layouts: Layouts) -> Numbers:
     """
     moe = job.config.moe
     assert moe is not None
-    mean = tokens_of(job, layouts) / layouts.tp * moe.experts_per_token * layouts.etp
+    mean = tokens(job, layouts) / layouts.tp * moe.experts_per_token * layouts.etp
     return mean * np.minimum(job.imbalance, layouts.ep)
 
 

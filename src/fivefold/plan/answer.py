@@ -6,6 +6,7 @@ seconds that the search took). Counts of bytes are of one device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,14 @@ from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.plan import explain
+from fivefold.plan.balance import NEAR
 from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.explain import gb, largest_differences
 from fivefold.plan.intervals import Sharpened, sharpen
 from fivefold.plan.job import Job
-from fivefold.plan.memory import checkpoint_bytes, loading_bytes
+from fivefold.plan.memory import checkpoint_bytes, loading_bytes, verdict
 from fivefold.plan.question import Question
-from fivefold.plan.search import search
+from fivefold.plan.search import limit_bytes, search
 from fivefold.plan.shortage import shortage
 
 if TYPE_CHECKING:
@@ -38,11 +40,15 @@ def answer(question: Question) -> Answer:
     found = search(job, wishes)
     measured, sharpened = _measured(question)
     factor = sharpened.factor
-    best = [_scaled(_job_of(question, each.layout), each, sharpened) for each in found.best]
+    best = [_finished(question, each, sharpened) for each in found.best]
+    if question.measured and wishes.objective == "time":
+        best.sort(key=lambda each: each.step_time_s)  # what was measured replaces a prediction
     chosen = best
-    if question.layout is not None:
-        chosen = [_scaled(job, estimate(job, question.layout), sharpened)]
     limit = found.limit_bytes
+    if question.layout is not None:
+        chosen = [_finished(question, estimate(job, question.layout), sharpened)]
+        if chosen[0].verdict == "tight":
+            limit = _memory_bytes(question)
     result: Answer = {
         "model": _model(question),
         "cluster": _cluster(job.cluster),
@@ -57,6 +63,7 @@ def answer(question: Question) -> Answer:
             "legal": found.legal,
             "fit": found.fit,
             "skipped": found.skipped,
+            "near": NEAR,
             "seconds": found.seconds,
         },
         "layouts": [_layout(question, each) for each in chosen],
@@ -65,12 +72,12 @@ def answer(question: Question) -> Answer:
         "neighbours": [],
         "changes": [],
         "nothing_fits": None,
-        "notes": [*question.notes, *found.notes],
+        "notes": [*question.notes, *found.notes, *_doubts(measured)],
     }
     if not best:
-        result["nothing_fits"] = asdict(shortage(job, wishes, found.closest))
+        result["nothing_fits"] = asdict(shortage(job, wishes, limit, found.closest))
     if chosen:
-        _explain(result, question, chosen, limit, factor)
+        _explain(result, question, chosen, limit)
     if question.layout is not None:
         _compare(result, question, chosen[0], best, limit)
     return result
@@ -84,12 +91,21 @@ def _job_of(question: Question, layout: Layout) -> Job:
     return replace(question.job, cluster=cluster)
 
 
-def plan_file(question: Question, result: Answer) -> PlanFile:
-    """The first layout of an answer as a plan file. UserError where there is none."""
+def refuse_unsavable(question: Question, path: str) -> None:
+    """UserError for a plan that could not be saved, whatever the answer is."""
+    from fivefold.plan import planfile  # pydantic, which only a plan file needs
+
     if question.model is None:
         raise UserError(
-            "a model that only Megatron's arguments describe cannot be saved: name the model too"
+            "a model that only Megatron's arguments describe cannot be saved: describe it with "
+            "--dims, and give --layout"
         )
+    planfile.refuse_unwritable(path)
+
+
+def plan_file(question: Question, result: Answer) -> PlanFile:
+    """The first layout of an answer as a plan file. UserError where there is none."""
+    assert question.model is not None, "see refuse_unsavable"
     if not result["layouts"]:
         raise UserError("nothing fits, so that there is no plan to save")
     from fivefold.plan.planfile import PlanFile, Predicted  # pydantic, which only this needs
@@ -197,10 +213,49 @@ def _measured(question: Question) -> tuple[list[Answer], Sharpened]:
     return rows, sharpen([(row["step_time_s"], row["predicted_step_time_s"]) for row in rows])
 
 
-def _scaled(job: Job, each: Estimate, sharpened: Sharpened) -> Estimate:
-    """The estimate with all its seconds times a factor, and its interval narrower."""
-    factor = sharpened.factor
-    low, high = sharpened.interval(job, each.layout, each.step_time_s)
+SURPRISING = 3.0
+"""Times that a measured step is longer or shorter than predicted from which on it is doubted."""
+
+
+def _doubts(measured: list[Answer]) -> Iterator[str]:
+    for row in measured:
+        if not 1 / SURPRISING <= row["ratio"] <= SURPRISING:
+            yield (
+                f"{row['layout']} was measured to take {row['ratio']:.3g} x what is predicted: see "
+                "whether batch, sequence length and precision are those of the measured run"
+            )
+
+
+def _memory_bytes(question: Question) -> float:
+    """What counts as the memory of a device."""
+    return question.wishes.max_memory_bytes or float(question.job.cluster.device.memory_bytes)
+
+
+def _verdict(question: Question, peak_bytes: float) -> str:
+    """By the limit that was asked for, where one was."""
+    if question.wishes.headroom is not None and peak_bytes > limit_bytes(
+        question.job, question.wishes
+    ):
+        return "no"
+    return str(verdict(peak_bytes, _memory_bytes(question)))
+
+
+def _finished(question: Question, each: Estimate, sharpened: Sharpened) -> Estimate:
+    """The estimate with what the options say of it: a layout that was measured takes what was
+    measured, the seconds of the others are sharpened."""
+    own = [seconds for layout, seconds in question.measured if layout == each.layout]
+    if own:
+        factor, low, high = sum(own) / len(own) / each.step_time_s, min(own), max(own)
+    else:
+        factor = sharpened.factor
+        job = _job_of(question, each.layout)
+        low, high = sharpened.interval(job, each.layout, each.step_time_s)
+    each = replace(each, verdict=_verdict(question, each.peak_memory_bytes))
+    return _scaled(each, factor, low, high)
+
+
+def _scaled(each: Estimate, factor: float, low: float, high: float) -> Estimate:
+    """The estimate with all its seconds times a factor; `low` and `high` are its interval."""
     rates = ("tokens_per_s_per_device", "model_flops_per_s_per_device", "mfu", "mfu_full_attention")
     return replace(
         each,
@@ -260,25 +315,27 @@ def _layout(question: Question, each: Estimate) -> Answer:
 # Why
 
 
-def _explain(
-    result: Answer, question: Question, chosen: list[Estimate], limit: float, factor: float
-) -> None:
+def _explain(result: Answer, question: Question, chosen: list[Estimate], limit: float) -> None:
     """The first layout against what it could be instead, the others against the first."""
     first = chosen[0]
     job = _job_of(question, first.layout)
     tiers = [tier.name for tier in job.cluster.tiers]
     around = explain.neighbours(job, first.layout, limit)
     result["order"] = asdict(explain.found_order(first.ledger, tiers))
-    result["neighbours"] = [_neighbour(each, factor) for each in around]
+    result["neighbours"] = [_neighbour(question, first, each) for each in around]
     result["changes"] = [asdict(each) for each in explain.changes(job, first.layout, around, limit)]
     result["layouts"][0]["why"] = [asdict(r) for r in explain.reasons(job, first.layout, limit)]
     for entry, other in zip(result["layouts"][1:], chosen[1:], strict=True):
         entry["why"] = [asdict(_difference("the first", first, other))]
 
 
-def _neighbour(each: explain.Neighbour, factor: float) -> Answer:
-    seconds = None if each.step_time_s is None else each.step_time_s * factor
-    return asdict(replace(each, step_time_s=seconds))
+def _neighbour(question: Question, first: Estimate, each: explain.Neighbour) -> Answer:
+    """With seconds as those of the first layout are, and the verdict that it would get itself."""
+    if each.step_time_ratio is None or each.peak_memory_bytes is None:
+        return asdict(each)
+    tight = each.verdict == "no" and _verdict(question, each.peak_memory_bytes) == "tight"
+    seconds = each.step_time_ratio * first.step_time_s
+    return asdict(replace(each, step_time_s=seconds, verdict="tight" if tight else each.verdict))
 
 
 def _difference(name: str, first: Estimate, other: Estimate) -> explain.Reason:
@@ -309,7 +366,7 @@ def _compare(
 ) -> None:
     """Says of the one layout whether it fits and what the best found would cost."""
     why = result["layouts"][0]["why"]
-    if asked.peak_memory_bytes > limit:
+    if asked.verdict == "no":
         needs = gb(asked.peak_memory_bytes)
         text = f"It does not fit: stage {asked.worst_stage} needs {needs} {explain.to_use(limit)}."
         why.insert(0, asdict(explain.Reason("memory", text, asked.peak_memory_bytes)))

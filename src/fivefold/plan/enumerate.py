@@ -348,7 +348,7 @@ def recompute_modes(job: Job, layouts: Layouts, choices: Choices) -> list[Recomp
     none = np.zeros_like(inner)
     if "recompute" in choices.fixed:
         name, count = choices.fixed["recompute"]
-        return [RecomputeMode(name, none + count, none == 0)]
+        return [RecomputeMode(name, none + count, count <= inner)]
     parts = [np.rint(share * inner).astype(np.int64) for share in RECOMPUTED_SHARES]
     modes = [RecomputeMode("none", none, none == 0), RecomputeMode("selective", none, none == 0)]
     for before, part in zip([none, *parts], parts, strict=False):

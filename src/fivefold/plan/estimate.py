@@ -8,7 +8,6 @@ formula's time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -19,11 +18,11 @@ from numpy.typing import NDArray
 from fivefold.cluster.cluster import Cluster
 from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import SCHEDULES, Layout
-from fivefold.layout.stages import rank_stages, split_layers, stage_ranges
+from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.model.config import LayerKind
 from fivefold.model.counts import flops_per_token
 from fivefold.parallel.pipeline import schedules
-from fivefold.parallel.work import ROLES, role_rank
+from fivefold.parallel.work import ROLES, role_rank, stage_counts
 from fivefold.plan import compute
 from fivefold.plan.constants import Constants
 from fivefold.plan.intervals import memory_interval, step_interval
@@ -152,7 +151,7 @@ def estimate(job: Job, layout: Layout, simulated: Simulated | None = None) -> Es
         model_flops_per_s_per_device=causal * tokens,
         mfu=causal * tokens / peak_flops,
         mfu_full_attention=full * tokens / peak_flops,
-        bubble_fraction=seconds["bubble"] / step,
+        bubble_fraction=max(0.0, seconds["bubble"]) / step,
         peak_memory_bytes=totals[worst],
         peak_memory_low_bytes=memory_low,
         peak_memory_high_bytes=memory_high,
@@ -204,12 +203,9 @@ class Stages:
     def __init__(self, job: Job, layout: Layout, constants: Constants, time: Time) -> None:
         self.job, self.layout, self.time, self.constants = job, layout, time, constants
         self.counts = layout.layers or split_layers(job.config.num_layers, layout.stages)
-        self.layers = stage_ranges(self.counts)
-        self.layer_compute = self._layer_compute()
+        compute = self._stage_compute()
         ranks = range(layout.pp)
-        self.compute = {
-            rank: [self._compute(s) for s in rank_stages(layout, rank)] for rank in ranks
-        }
+        self.compute = {rank: [compute[s] for s in rank_stages(layout, rank)] for rank in ranks}
 
     def rank_of(self, role: str) -> int:
         """The pipeline rank that stands for a role."""
@@ -225,41 +221,31 @@ class Stages:
             return "first"
         return "last" if rank == self.layout.pp - 1 else "middle"
 
-    def _layer_compute(self) -> dict[tuple[LayerKind, bool], _Compute]:
-        """Of a layer of each kind, not recomputed as a whole and recomputed."""
-        job, layouts = self.job, Layouts.of([self.layout])
-        kinds = [*job.config.layer_kinds, *([job.config.mtp_kind] if job.mtp else [])]
-        known = {}
-        for kind in dict.fromkeys(kinds):
-            s = compute.seconds(job, self.constants, layer_operations(job, layouts, kind))
-            selected = compute.selected_s(job, s)
-            part = _number(selected) if self.layout.recompute == "selective" else 0.0
-            for whole in (False, True):
-                known[kind, whole] = _Compute(
-                    _number(s.forward),
-                    _number(s.backward),
-                    _number(s.forward) if whole else part,
-                    _number(s.attention_forward + s.attention_backward),
-                )
-        return known
-
-    def _compute(self, stage: int) -> _Compute:
-        """Of the layers of one virtual stage, those of multi-token prediction included."""
-        config, layout = self.job.config, self.layout
-        recomputed = len(self.layers[stage]) if layout.recompute == "full" else 0
-        if layout.recompute_layers:
-            recomputed = min(recomputed, layout.recompute_layers)
-        counts = Counter(
-            (config.layer_kinds[layer], index < recomputed)
-            for index, layer in enumerate(self.layers[stage])
+    def _layer_compute(self, kind: LayerKind) -> _Compute:
+        """Of a layer of a kind that is not recomputed as a whole."""
+        operations = layer_operations(self.job, Layouts.of([self.layout]), kind)
+        s = compute.seconds(self.job, self.constants, operations)
+        selective = self.layout.recompute == "selective"
+        return _Compute(
+            _number(s.forward),
+            _number(s.backward),
+            _number(compute.selected_s(self.job, s)) if selective else 0.0,
+            _number(s.attention_forward + s.attention_backward),
         )
-        if self.job.mtp and stage == layout.stages - 1:
-            whole = layout.recompute == "full" and not layout.recompute_layers
-            counts[config.mtp_kind, whole] += config.mtp_layers
-        total = _Compute()
-        for kind, count in counts.items():
-            total = total.plus(self.layer_compute[kind], count)
-        return total
+
+    def _stage_compute(self) -> list[_Compute]:
+        """Of the layers of each virtual stage, those of multi-token prediction included."""
+        counts = stage_counts(self.job.config, self.layout, self.job.mtp)
+        stages = [_Compute()] * self.layout.stages
+        for kind in (name[1] for name in counts if name[0] == "layers"):
+            layer = self._layer_compute(kind)
+            again = _Compute(recompute=layer.forward)
+            layers, recomputed = counts["layers", kind], counts["recomputed", kind]
+            stages = [
+                stage.plus(layer, layers[number]).plus(again, recomputed[number])
+                for number, stage in enumerate(stages)
+            ]
+        return stages
 
     def outside(self, role: str) -> _Compute:
         """Of embedding, head and loss."""
@@ -278,11 +264,11 @@ class Stages:
         are shared out to its chunks, and to other ranks of its role, like the arithmetic."""
         role = self.role_of(rank)
         layers = self.time.ranks[role].layers
-        alike = _Compute()
+        own = _Compute()
         for chunk in self.compute[self.rank_of(role)]:
-            alike = alike.plus(chunk)
-        forward = _number(layers.forward) / alike.forward
-        backward = _number(layers.backward) / (alike.backward + alike.recompute)
+            own = own.plus(chunk)
+        forward = _number(layers.forward) / own.forward
+        backward = _number(layers.backward) / (own.backward + own.recompute)
         seconds = [
             (c.forward * forward, (c.backward + c.recompute) * backward) for c in self.compute[rank]
         ]

@@ -19,11 +19,9 @@ from fivefold.layout.legality import violations
 from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import Layout, parse
 from fivefold.layout.words import product
-from fivefold.plan.constants import Constants
-from fivefold.plan.estimate import Estimate
+from fivefold.plan.estimate import Estimate, simulate
 from fivefold.plan.job import Job
 from fivefold.plan.memory import estimate_memory
-from fivefold.plan.time import estimate_time
 
 USUAL_ORDER = ("tp", "sp", "ep", "pp", "dp")
 """Traffic a device, most to least, as practitioners quote it; the order from the inner tier out."""
@@ -36,7 +34,7 @@ NAMED = 0.005
 
 @dataclass(frozen=True)
 class Outcome:
-    """One layout by the search's own arithmetic."""
+    """One layout: its simulated step, as in an estimate, and the search's memory."""
 
     step_time_s: float
     peak_memory_bytes: float
@@ -54,12 +52,7 @@ def outcomes(job: Job, layouts: Sequence[Layout]) -> list[Outcome]:
 
 def _step_times(job: Job, layouts: Sequence[Layout]) -> NDArray[np.float64]:
     """Seconds of legal layouts, in their order."""
-    constants = Constants.of(job.cluster.device)
-    steps = np.zeros(len(layouts))
-    for indices in alike(layouts):
-        many = Layouts.of([layouts[i] for i in indices])
-        steps[indices] = estimate_time(job, many, constants).step
-    return steps
+    return np.array([each.step_s for each in simulate(job, list(layouts))])
 
 
 # The layout with something changed
@@ -182,8 +175,8 @@ class Neighbour:
     change: str
     layout: str
     verdict: str  # "fits", "no" (over memory) or "illegal"
-    step_time_s: float | None  # by the search's arithmetic; None for an illegal one
-    step_time_ratio: float | None  # to the chosen one's, by the same arithmetic
+    step_time_s: float | None  # simulated, as in an estimate; None for an illegal one
+    step_time_ratio: float | None  # to the chosen one's
     peak_memory_bytes: float | None
     reason: str | None  # the rule that an illegal one breaks
 

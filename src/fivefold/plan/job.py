@@ -88,6 +88,17 @@ ENGINES = {
         placeholder_gradients=False,
         keeps_stage_outputs=True,
     ),
+    # DeepSeek-V3's own program (arXiv:2412.19437, sections 3.2 and 3.3): dispatch in fp8, once to
+    # each node and beside another micro-batch; moments in 16 bits.
+    "deepseek": Engine(
+        "deepseek",
+        once_a_node=True,
+        dispatched_bytes=1,
+        overlapped_experts=True,
+        fused_experts=True,
+        optimizer_bytes=8,
+        selective="light",
+    ),
     "fivefold": Engine(
         "fivefold",
         tuned_attention=False,

@@ -58,15 +58,12 @@ class MegatronRun:
     notes: tuple[str, ...]
 
 
-def read_megatron(
-    text: str, world_size: int | None = None, vocab_size: int | None = None
-) -> MegatronRun:
+def read_megatron(text: str, world_size: int | None = None) -> MegatronRun:
     """The run that a Megatron-LM argument line describes.
 
     The line may be a whole script: lines may be continued, NAME=VALUE are put in for $NAME, and
     words that are no arguments are passed over. `world_size` (GPUs) may be left out where the line
-    has torchrun's --nnodes and --nproc-per-node; `vocab_size` where it has --vocab-size, for
-    Megatron otherwise takes it from the tokenizer's files. UserError names an argument that is
+    has torchrun's --nnodes and --nproc-per-node. UserError names an argument that is
     missing or cannot be read.
     """
     arguments = Arguments(text)
@@ -74,7 +71,7 @@ def read_megatron(
         if arguments.has(name):
             raise UserError(f"--{name} makes a model that fivefold cannot describe")
     notes: list[str] = []
-    config = _read_model(arguments, vocab_size, notes)
+    config = _read_model(arguments, notes)
     sequence_length = _first_given(arguments, "seq-length", "encoder-seq-length")
     layout = _read_layout(arguments, config, world_size, notes)
     precision = _read_precision(arguments)
@@ -208,7 +205,7 @@ def _put_in(word: str, variables: dict[str, str]) -> str:
 # The model
 
 
-def _read_model(arguments: Arguments, vocab_size: int | None, notes: list[str]) -> ModelConfig:
+def _read_model(arguments: Arguments, notes: list[str]) -> ModelConfig:
     num_layers = _first_given(arguments, "num-layers", "encoder-num-layers")
     hidden_size = arguments.degree("hidden-size")
     num_heads = arguments.degree("num-attention-heads")
@@ -227,7 +224,7 @@ def _read_model(arguments: Arguments, vocab_size: int | None, notes: list[str]) 
     moe = _read_moe(arguments, num_layers, ffn_hidden_size, bias)
     return ModelConfig(
         family=FAMILY,
-        vocab_size=_read_vocab_size(arguments, vocab_size),
+        vocab_size=_read_vocab_size(arguments),
         hidden_size=hidden_size,
         intermediate_size=ffn_hidden_size,
         num_layers=num_layers,
@@ -259,9 +256,7 @@ def _ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
 
 
-def _read_vocab_size(arguments: Arguments, vocab_size: int | None) -> int:
-    if vocab_size is not None:
-        return vocab_size
+def _read_vocab_size(arguments: Arguments) -> int:
     if arguments.has("padded-vocab-size"):
         return arguments.degree("padded-vocab-size")
     if not arguments.has("vocab-size"):

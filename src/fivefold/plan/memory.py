@@ -29,6 +29,7 @@ from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.weights import embedding_weight
 from fivefold.parallel.work import (
+    FP32,
     ROLES,
     Sizes,
     Unit,
@@ -39,8 +40,9 @@ from fivefold.parallel.work import (
     shard_degree,
     stage_work,
 )
-from fivefold.plan.activations import FP32, HALF, LayerBytes, Numbers, layer_activations, tokens_of
+from fivefold.plan.activations import HALF, LayerBytes, layer_activations
 from fivefold.plan.job import Job
+from fivefold.plan.operations import Numbers, tokens
 from fivefold.plan.pipeline import in_flight
 
 KINDS = (
@@ -113,11 +115,12 @@ def estimate_memory(job: Job, layouts: Layouts) -> Memory:
     (`job.imbalance` times the mean number of tokens, at most all of them).
     """
     numbers = {role: role_rank(job.config, layouts, role) for role in ROLES}
+    flat = job.engine.flat_shards
     works = {
-        role: stage_work(job.config, layouts, job.sequence_length, "bf16", role, mtp=job.mtp)
+        role: stage_work(job.config, layouts, job.sequence_length, "bf16", role, job.mtp, flat)
         for role in ROLES
     }
-    elements = _elements(works["first"], layouts, job.engine.flat_shards)
+    elements = _elements(works["first"], layouts)
     layer = _layers_of(job, layouts)
     roles = {
         role: _Rank(job, layouts, numbers[role], works[role], elements, layer).bytes_by_kind()
@@ -133,10 +136,11 @@ def estimate_memory(job: Job, layouts: Layouts) -> Memory:
 def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
     """Bytes by kind of each pipeline rank of one layout, from rank 0 on; with its `layers` and the
     most micro-batches it holds activations of (`in_flight`, in those of all its layers)."""
-    work = pipeline_work(job.config, layout, job.sequence_length, "bf16", mtp=job.mtp)
+    flat = job.engine.flat_shards
+    work = pipeline_work(job.config, layout, job.sequence_length, "bf16", job.mtp, flat)
     layouts = work.layout
     assert isinstance(layouts, Layouts)
-    elements = _elements(work, layouts, job.engine.flat_shards)
+    elements = _elements(work, layouts)
     layer = _layers_of(job, layouts)
     rank = _Rank(job, layouts, np.arange(layout.pp), work, elements, layer)
     figures = {
@@ -188,13 +192,11 @@ Units = tuple[list[_Elements], list[_Elements], list[_Elements]]
 """Of one of each of the units in `Work.units`: dense, experts, outside the layers."""
 
 
-def _elements(work: Work, layouts: Layouts, flat_shards: bool) -> Units:
+def _elements(work: Work, layouts: Layouts) -> Units:
     """The same on all pipeline ranks, but for how many of the units there are."""
 
     def of(unit: Unit, shards: Numbers) -> _Elements:
         local = work.unit_total(unit, lambda sizes: sizes.local)
-        if flat_shards:
-            return _Elements(local, local / shards)
         return _Elements(local, work.unit_total(unit, _padded) / shards)
 
     dense, experts, outside = work.units
@@ -308,24 +310,24 @@ class _Rank:
 
     def hidden(self) -> Numbers:
         """One micro-batch's hidden states between layers."""
-        tokens = tokens_of(self.job, self.layouts)
-        return HALF * self.job.config.hidden_size * tokens / self.layouts.sp_degree
+        t = tokens(self.job, self.layouts)
+        return HALF * self.job.config.hidden_size * t / self.layouts.sp_degree
 
     def gathered(self) -> Numbers:
         """Them as sequence parallelism gathers them, where there is such."""
-        tokens = tokens_of(self.job, self.layouts)
-        return HALF * self.job.config.hidden_size * tokens * (self.layouts.sp_degree > 1)
+        t = tokens(self.job, self.layouts)
+        return HALF * self.job.config.hidden_size * t * (self.layouts.sp_degree > 1)
 
     def loss(self) -> tuple[Numbers, Numbers]:
         """Logits with their copies, and buffers, where the head is."""
         config, engine, layouts = self.job.config, self.job.engine, self.layouts
-        tokens = tokens_of(self.job, layouts)
-        local = tokens * config.vocab_size / layouts.tp
+        t = tokens(self.job, layouts)
+        local = t * config.vocab_size / layouts.tp
         alive = (engine.loss_bytes + engine.split_loss_bytes * (layouts.tp > 1)) * local
         # What one loss keeps for its backward pass: a 16-bit gradient, or fp32 softmax.
         saved = min(engine.loss_bytes, FP32) * local
         if engine.loss_chunk:
-            alive, saved = alive * np.minimum(1.0, engine.loss_chunk / tokens), 0.0 * local
+            alive, saved = alive * np.minimum(1.0, engine.loss_chunk / t), 0.0 * local
         waiting = np.where(layouts.schedule == "gpipe", layouts.accumulation, 1)
         modules = config.mtp_layers if self.job.mtp else 0
         logits = alive + saved * (waiting * (1 + modules) - 1)
@@ -374,7 +376,7 @@ class _Rank:
         config, engine, layouts = self.job.config, self.job.engine, self.layouts
         receive = 2 * self.hidden() * (layouts.pp > 1)
         width = config.num_kv_heads / layouts.tp * (config.qk_head_dim + config.v_head_dim)
-        ring = 2 * HALF * width * tokens_of(self.job, layouts) * (layouts.ring > 1)
+        ring = 2 * HALF * width * tokens(self.job, layouts) * (layouts.ring > 1)
         total = WORKSPACE_BYTES + engine.bucket_bytes + receive + ring
         if engine.placeholder_gradients:
             total = total + HALF * self.placeholders()

@@ -83,6 +83,20 @@ def save(plan: PlanFile, path: str | Path) -> None:
         raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from error
 
 
+def refuse_unwritable(path: str | Path) -> None:
+    """UserError where `save` could not write, so that nobody waits for an answer in vain."""
+    folder = Path(path).parent
+    reason = None
+    if not Path(path).name or os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isdir(folder):
+        reason = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        reason = f"the folder {folder} cannot be written"
+    if reason:
+        raise UserError(f"the plan cannot be written to {path}: {reason}")
+
+
 def load(path: str | Path) -> PlanFile:
     """Read and check a plan file; UserError names what is wrong in it."""
     path = Path(path)

@@ -12,15 +12,18 @@ What is left out has a rule, and each rule that was used is said in a note:
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.cluster import MOST_DEVICES, Cluster, load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.layout.words import join_or
 from fivefold.model.config import ModelConfig
+from fivefold.model.counts import count_parameters
 from fivefold.model.presets import are_dimensions, read_model
 from fivefold.plan.job import ENGINES, PRODUCT_BYTES, Job
 from fivefold.plan.search import Wishes
@@ -29,12 +32,18 @@ USUAL_SEQUENCE_LENGTH = 4096
 USUAL_BATCH_TOKENS = 2**22
 BATCH_TOLERANCE = 0.05
 
+MOST_SEQUENCE_TOKENS = 100_000_000
+MOST_SEQUENCES = 1_000_000  # of a step
+MOST_PARAMETERS = 10**15
+"""What is beyond these is taken for a slip of the keyboard: sums over it would overflow."""
+
 
 @dataclass(frozen=True)
 class Options:
     """The options of `fivefold plan`, as typed. None: not given."""
 
     model: str | None = None  # preset, path, or dimensions
+    dims: str | None = None  # dimensions
     cluster: str | None = None
     gpus: int | None = None
     sequence_length: int | None = None
@@ -46,9 +55,9 @@ class Options:
     offload: bool = False
     imbalance: float = 1.0
     layout: str | None = None
-    from_megatron: str | None = None
-    fix: str = ""
-    forbid: str = ""
+    from_megatron: str | None = None  # arguments, or the path of a script that has them
+    fix: str | None = None
+    forbid: str | None = None
     top: int = 5
     objective: str = "time"
     tokens: str | None = None
@@ -75,10 +84,13 @@ class Question:
 def ask(options: Options) -> Question:
     """Read the options. UserError for one that is missing or wrong."""
     notes: list[str] = []
-    config = None if options.model is None else read_model(options.model)
+    _refuse_contradictions(options)
+    options = replace(options, model=options.model or options.dims)
     if options.from_megatron is not None:
-        options, config = _from_megatron(options, config, notes)
-    if config is None:
+        options, config = _from_megatron(options, notes)
+    elif options.model is not None:
+        config = read_model(options.model)
+    else:
         raise UserError(
             "plan needs a model: a name such as llama-3.1-70b, the path of a config.json, or --dims"
         )
@@ -101,6 +113,7 @@ def ask(options: Options) -> Question:
         imbalance=options.imbalance,
     )
     job.cluster.device.peak_flops(job.precision)  # refuses what the device has no unit for
+    notes += _unfilled_nodes(job.cluster)
     if layout is not None and options.layout is not None:
         layout = with_global_batch(layout, global_batch, stated(options.layout))
     return Question(
@@ -116,6 +129,28 @@ def ask(options: Options) -> Question:
     )
 
 
+def _refuse_contradictions(options: Options) -> None:
+    """UserError for options that are given without a value, or two that say the same."""
+    texts = ("model", "cluster", "precision", "layout", "from_megatron", "dims", "fix", "forbid")
+    for name in texts:
+        value = getattr(options, name)
+        if value is not None and not value.strip():
+            option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is empty: give it a value, or leave it out")
+    if options.dims is not None and options.model is not None:
+        raise UserError("--dims describes a model and MODEL names one: give one of them")
+    if options.dims is not None and not are_dimensions(options.dims):
+        raise UserError(f"--dims {options.dims!r} has no dimensions: write them as hidden=4096")
+    if options.from_megatron is not None:
+        given = {"MODEL": options.model, "--dims": options.dims, "--layout": options.layout}
+        for option, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"--from-megatron reads model and layout and {option} says one of them too: "
+                    "give one of the two"
+                )
+
+
 def _check(options: Options, config: ModelConfig) -> None:
     """Refuses values that no cluster is needed to refuse."""
     if options.engine not in ENGINES:
@@ -124,11 +159,10 @@ def _check(options: Options, config: ModelConfig) -> None:
         raise UserError(
             f"--precision {options.precision} cannot be planned: it may be {join_or(PRODUCT_BYTES)}"
         )
-    if options.imbalance < 1:
-        raise UserError(
-            f"--imbalance {options.imbalance:g} is the busiest expert rank's tokens over the "
-            "mean, which cannot be below 1"
-        )
+    _check_imbalance(options.imbalance, config)
+    _refuse_above("--seq", options.sequence_length, MOST_SEQUENCE_TOKENS, "tokens")
+    total = count_parameters(config, mtp=True).total
+    _refuse_above("the model's size", total, MOST_PARAMETERS, "parameters")
     if options.mtp and not config.mtp_layers:
         raise UserError(
             f"--mtp: {config.family} has no multi-token-prediction modules; leave it out"
@@ -137,10 +171,46 @@ def _check(options: Options, config: ModelConfig) -> None:
         raise UserError("--objective cost needs --tokens, the length of the training, such as 15T")
 
 
+def _check_imbalance(imbalance: float, config: ModelConfig) -> None:
+    moe = config.moe
+    most = moe.num_experts / moe.experts_per_token if moe else 1.0
+    if not imbalance >= 1:  # nan is not
+        raise UserError(
+            f"--imbalance {imbalance:g} is the busiest expert rank's tokens over the "
+            "mean, which cannot be below 1"
+        )
+    if imbalance > most and moe is None:
+        raise UserError(f"--imbalance {imbalance:g}: {config.family} has no experts; leave it out")
+    if moe is not None and imbalance > most:
+        raise UserError(
+            f"--imbalance {imbalance:g} is more than all tokens on one of {moe.num_experts} "
+            f"experts, of which each goes to {moe.experts_per_token}: it may be up to {most:g}"
+        )
+
+
+def _refuse_above(what: str, value: int | None, most: int, unit: str) -> None:
+    if value is not None and value > most:
+        raise UserError(f"{what} is {value:,} {unit}, which is too many: the most is {most:,}")
+
+
+def _unfilled_nodes(cluster: Cluster) -> Iterator[str]:
+    """How a job lies in nodes that it does not fill."""
+    size, devices = cluster.system[0].size, cluster.num_devices
+    if size is None or devices <= size or devices % size == 0:
+        return
+    used = cluster.tiers[0].size or size
+    nodes, rest = divmod(devices, used)
+    more = f" and one with {rest}" if rest else ""
+    yield (
+        f"{devices:,} devices do not fill whole nodes of {size}: they are planned as {nodes:,} "
+        f"{'node' if nodes == 1 else 'nodes'} with {used}{more}"
+    )
+
+
 def _wishes(options: Options) -> Wishes:
     return Wishes(
-        fix=options.fix,
-        forbid=options.forbid,
+        fix=options.fix or "",
+        forbid=options.forbid or "",
         top=options.top,
         objective=options.objective,
         max_memory_bytes=None if options.max_memory is None else memory_bytes(options.max_memory),
@@ -148,27 +218,16 @@ def _wishes(options: Options) -> Wishes:
     )
 
 
-def _from_megatron(
-    options: Options, config: ModelConfig | None, notes: list[str]
-) -> tuple[Options, ModelConfig]:
+def _from_megatron(options: Options, notes: list[str]) -> tuple[Options, ModelConfig]:
     """What a Megatron-LM argument line says, unless an option of ours says otherwise."""
     from fivefold.plan.megatron import read_megatron
 
-    run = read_megatron(
-        options.from_megatron or "", options.gpus, config.vocab_size if config else None
-    )
+    run = read_megatron(_megatron_text(options.from_megatron or ""), options.gpus)
     notes += run.notes
-    for name in ("hidden_size", "num_layers", "num_heads") if config else ():
-        ours, theirs = getattr(config, name), getattr(run.config, name)
-        if ours != theirs:
-            raise UserError(
-                f"the model has {name} {ours} and the Megatron arguments say {theirs}: "
-                "leave the model out, or give its own arguments"
-            )
     return (
         replace(
             options,
-            layout=options.layout or str(run.layout),
+            layout=str(run.layout),
             gpus=options.gpus or run.layout.world_size,
             sequence_length=options.sequence_length or run.sequence_length,
             global_batch=options.global_batch
@@ -176,8 +235,22 @@ def _from_megatron(
             precision=options.precision or run.precision,
             mtp=options.mtp or run.mtp,
         ),
-        config or run.config,
+        run.config,
     )
+
+
+def _megatron_text(text: str) -> str:
+    """The arguments themselves, or the script that has them."""
+    if not os.path.isfile(text):
+        if "--" not in text:
+            raise UserError(
+                f"--from-megatron {text}: there is no such file, nor are there arguments"
+            )
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the script {text} cannot be read: {error}") from None
 
 
 def _name(text: str) -> str:
@@ -191,13 +264,15 @@ def _name(text: str) -> str:
 
 
 def _gpus(options: Options) -> int:
-    if options.gpus is not None:
-        if options.gpus < 1:
-            raise UserError(f"--gpus must be 1 or more, not {options.gpus}")
-        return options.gpus
-    if options.layout is not None and stated(options.layout) & {"dp", "edp"}:
-        return parse(options.layout).world_size
-    raise UserError("plan needs --gpus, the number of devices, such as 1024")
+    gpus = options.gpus
+    if gpus is None and options.layout is not None and stated(options.layout) & {"dp", "edp"}:
+        gpus = parse(options.layout).world_size
+    if gpus is None:
+        raise UserError("plan needs --gpus, the number of devices, such as 1024")
+    if gpus < 1:
+        raise UserError(f"--gpus must be 1 or more, not {gpus}")
+    _refuse_above("--gpus", gpus, MOST_DEVICES, "devices")
+    return gpus
 
 
 def _usual_length(config: ModelConfig, notes: list[str]) -> int:
@@ -210,7 +285,16 @@ def _usual_length(config: ModelConfig, notes: list[str]) -> int:
 def _global_batch(
     options: Options, gpus: int, sequence_length: int, layout: Layout | None, notes: list[str]
 ) -> int:
-    """Sequences of a step, by what is given: sequences, tokens, the layout's own, or nothing."""
+    """Sequences of a step."""
+    sequences = _sequences(options, gpus, sequence_length, layout, notes)
+    _refuse_above("the global batch", sequences, MOST_SEQUENCES, "sequences")
+    return sequences
+
+
+def _sequences(
+    options: Options, gpus: int, sequence_length: int, layout: Layout | None, notes: list[str]
+) -> int:
+    """By what is given: sequences, tokens, the layout's own, or nothing."""
     if options.global_batch is not None and options.global_batch_tokens is not None:
         raise UserError("--global-batch and --global-batch-tokens say the same: give one of them")
     if options.global_batch is not None:
@@ -258,24 +342,36 @@ def round_batch(sequences: float, unit: int) -> int:
 # Values with units
 
 COUNT_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-BYTE_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
+LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
+BYTE_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3}
+LARGEST_NUMBER = 1e18
+"""Of tokens, bytes or seconds; digits enough make a float infinite."""
 
 
 def number(text: str, option: str) -> float:
     """`16M`, `15T` or `4e6`: a count of tokens."""
     parts = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][0-9]{1,2})?)([kKmMbBtT]?)", text.strip())
     value = float(parts[1]) * COUNT_UNITS[parts[2].upper()] if parts else 0.0
-    if value < 1:
+    if not 1 <= value <= LARGEST_NUMBER:
         raise UserError(f"{option} {text!r} is no number of tokens: write it like 16M or 15T")
     return value
 
 
+def sequence_tokens(text: str) -> int:
+    """`8192` or `8K`. A sequence of 8K tokens has 8 x 1,024, as everyone's has."""
+    parts = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text.strip())
+    value = int(parts[1]) * LENGTH_UNITS[parts[2].upper()] if parts else 0
+    if value < 1:
+        raise UserError(f"--seq {text!r} is no number of tokens: write it like 8192 or 8K")
+    return value
+
+
 def memory_bytes(text: str) -> float:
-    """`70GB` or `64GiB`."""
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([MGT]i?B)", text.strip(), re.IGNORECASE)
+    """`70GB`, `70G` or `64GiB`."""
+    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([MGT]i?)B?", text.strip(), re.IGNORECASE)
     value = float(parts[1]) * BYTE_UNITS[parts[2].upper()] if parts else 0.0
-    if value <= 0:
+    if not 0 < value <= LARGEST_NUMBER:
         raise UserError(f"--max-memory {text!r} is no amount of memory: write it like 70GB")
     return value
 
@@ -293,8 +389,9 @@ def measured_step(text: str, job: Job) -> tuple[Layout, float]:
     """`tp8 pp4 mb1=9.31s`: a layout of this job and the seconds its step took."""
     line, equals, time = text.rpartition("=")
     parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(s|ms)", time.strip())
-    if not equals or parts is None or float(parts[1]) <= 0:
+    seconds = float(parts[1]) * TIME_UNITS[parts[2]] if parts else 0.0
+    if not equals or not line.strip() or not 0 < seconds <= LARGEST_NUMBER:
         raise UserError(f'--measured {text!r} is no measured step: write it like "tp8 pp4=9.31s"')
     layout = parse(line, job.cluster.num_devices)
     layout = with_global_batch(layout, job.global_batch, stated(line))
-    return layout, float(parts[1]) * TIME_UNITS[parts[2]]
+    return layout, seconds

@@ -170,14 +170,18 @@ def search(job: Job, wishes: Wishes | None = None) -> Search:
     )
 
 
-def smallest_gpus(job: Job, wishes: Wishes | None = None, at_most: int = 2**20) -> int | None:
-    """The fewest devices of the job's cluster, of full nodes, on which some layout fits.
+def smallest_gpus(
+    job: Job, wishes: Wishes | None = None, limit: float | None = None, at_most: int = 2**20
+) -> int | None:
+    """The fewest devices of the job's cluster, of full nodes, on which some layout takes at most
+    `limit` bytes of each (None: as `limit_bytes` says).
 
     By doubling from one node and bisection between; taken for granted is that more devices do not
     need more memory. None where the machine ends before, or `at_most` devices do not do.
     """
     wishes = wishes or Wishes()
     choices = Choices.read(wishes.fix, wishes.forbid)
+    limit = limit_bytes(job, wishes) if limit is None else limit
     node = job.cluster.system[0].size or 1
 
     def fits(nodes: int) -> bool:
@@ -186,7 +190,6 @@ def smallest_gpus(job: Job, wishes: Wishes | None = None, at_most: int = 2**20) 
             space = _space(replace(job, cluster=devices), choices, wishes)
         except UserError:  # the machine ends before, or what is fixed needs other devices
             return False
-        limit = limit_bytes(job, wishes)
         return any(peak <= limit for peak, _ in _leanest(space, 1))
 
     nodes = 1

@@ -15,8 +15,8 @@ from fivefold.model.counts import count_parameters
 from fivefold.plan.estimate import Estimate
 from fivefold.plan.explain import gb
 from fivefold.plan.job import Engine, Job
-from fivefold.plan.memory import fewest_devices
-from fivefold.plan.search import Wishes, least_memory, limit_bytes, smallest_gpus
+from fivefold.plan.memory import FITS, fewest_devices
+from fivefold.plan.search import Wishes, least_memory, smallest_gpus
 
 WEIGHT_BYTES = 2
 """Of a bf16 weight. With LoRA that is all: gradients and optimizer state are the adapters'."""
@@ -57,12 +57,14 @@ class Shortage:
     state_bytes: float  # of the whole model
     bounds: list[StateBound]  # fewer bytes a parameter first
     smallest_gpus: int | None  # of full nodes; None: no number of them does
+    smallest_gpus_to_spare: int | None  # on which a layout leaves the usual headroom too
     helps: list[Help]
     text: list[str]
 
 
-def shortage(job: Job, wishes: Wishes, closest: Sequence[Estimate]) -> Shortage:
-    """What would fit, given that nothing does; `closest` are the layouts that take least."""
+def shortage(job: Job, wishes: Wishes, limit: float, closest: Sequence[Estimate]) -> Shortage:
+    """What would fit, given that nothing does in `limit` bytes of a device, which the search held
+    layouts to; `closest` are those that take least."""
     close = [Close(str(each.layout), each.peak_memory_bytes) for each in closest]
     close.sort(key=lambda each: each.peak_memory_bytes)
     memory = wishes.max_memory_bytes or job.cluster.device.memory_bytes
@@ -71,7 +73,8 @@ def shortage(job: Job, wishes: Wishes, closest: Sequence[Estimate]) -> Shortage:
         StateBound(size, fewest_devices(job.config, memory, size, mtp=job.mtp))
         for size in _state_sizes(job.engine)
     ]
-    limit, smallest = limit_bytes(job, wishes), smallest_gpus(job, wishes)
+    smallest = smallest_gpus(job, wishes, limit)
+    to_spare = smallest_gpus(job, wishes)
     state_bytes = float(total * bounds[-1].bytes_per_parameter)
     return Shortage(
         limit_bytes=limit,
@@ -79,8 +82,12 @@ def shortage(job: Job, wishes: Wishes, closest: Sequence[Estimate]) -> Shortage:
         state_bytes=state_bytes,
         bounds=bounds,
         smallest_gpus=smallest,
+        smallest_gpus_to_spare=to_spare,
         helps=list(_helps(job, wishes, limit, total)),
-        text=list(_sentences(job, memory, limit, close, bounds, state_bytes, smallest)),
+        text=[
+            *_sentences(job, memory, limit, close, bounds, state_bytes),
+            _enough(smallest, to_spare),
+        ],
     )
 
 
@@ -124,7 +131,6 @@ def _sentences(
     close: Sequence[Close],
     bounds: list[StateBound],
     state_bytes: float,
-    smallest: int | None,
 ) -> Iterator[str]:
     devices = job.cluster.num_devices
     many = f"{devices:,} devices of {gb(memory)}" if devices > 1 else f"one device of {gb(memory)}"
@@ -142,7 +148,14 @@ def _sentences(
         f"{own.bytes_per_parameter} B a parameter: they fill at least {own.devices:,} "
         f"devices{also}, {verdict}; {gb(state_bytes / devices)} a device."
     )
+
+
+def _enough(smallest: int | None, to_spare: int | None) -> str:
+    """How many devices would do."""
     if smallest is None:
-        yield "No number of full nodes does."
-    else:
-        yield f"The smallest number of devices that does is {smallest:,}, in full nodes."
+        return "No number of full nodes does."
+    text = f"The smallest number of devices that does is {smallest:,}, in full nodes"
+    if to_spare == smallest:
+        return f"{text}."
+    tight = f"{text}; it is tight there, with less than {1 - FITS:.0%} to spare"
+    return f"{tight}." if to_spare is None else f"{tight}, which {to_spare:,} leave."

@@ -210,39 +210,39 @@ def _rank(
     work = traffic.work
     beside = _compute(job, layouts, per_kind, work)
     m = work.micro_batches
-    rows, data = [], []
-    slowed: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    rows: list[Row] = []
+    # Seconds that a phase is longer by messages: those exposed, and the compute that the hidden
+    # ones slow down, since they take some of its processors and memory bandwidth.
+    added: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     send: Numbers = 0.0
-    for message in traffic.messages:
+    data, others = _data_parallel_and_others(job, traffic.messages)
+    for message in others:
         transfer, total = message.transfer, message.total
-        beside_backward = transfer.phase != "optimizer" or job.engine.overlapped_replicas
-        if transfer.split == "dp" and beside_backward:
-            data.append((transfer, total))
-            continue
         if transfer.axis == "pp" and transfer.op == "send":
             send = np.maximum(send, np.where(transfer.calls > 0, message.one, 0.0))
             rows.append(Row(transfer, total, np.where(layouts.vpp > 1, 0.0, total)))
             continue  # the pipeline's formula knows when a rank waits for a message
         exposed = _exposed(job, layouts, transfer, total, beside, m)
         rows.append(Row(transfer, total, exposed))
-        # Messages that run beside compute take some of its processors and memory bandwidth.
-        slowed[transfer.phase] = (
-            slowed[transfer.phase] + exposed + constants.contention * (total - exposed)
-        )
-    once = slowed["optimizer"]
+        longer = exposed + constants.contention * (total - exposed)
+        added[transfer.phase] = added[transfer.phase] + longer
+    once = added["optimizer"]
     for phase in ("forward", "backward"):
-        mine = [(t, s) for t, s in data if (t.phase == "forward") == (phase == "forward")]
+        mine = [
+            (each.transfer, each.total)
+            for each in data
+            if (each.transfer.phase == "forward") == (phase == "forward")
+        ]
         share, hidden = _data_exposure(job, layouts, mine, beside, role, phase)
-        rows += [Row(t, s, s * share) for t, s in mine]
-        total = sum((s for _, s in mine), 0.0)
-        once = once + share * total
-        slowed[phase] = slowed[phase] + constants.contention * hidden
+        rows += [Row(transfer, total, total * share) for transfer, total in mine]
+        once = once + share * sum((total for _, total in mine), 0.0)
+        added[phase] = added[phase] + constants.contention * hidden
     optimizer = _optimizer_s(job, constants, work)
     outside = _outside(per_kind, work)
     return Rank(
         layers=Passes(
-            beside.forward - outside.forward + slowed["forward"] / m,
-            beside.input_gradient - outside.input_gradient + slowed["backward"] / m,
+            beside.forward - outside.forward + added["forward"] / m,
+            beside.input_gradient - outside.input_gradient + added["backward"] / m,
             beside.weight_gradient - outside.weight_gradient,
         ),
         outside=outside,
@@ -253,6 +253,18 @@ def _rank(
         send=send,
         rows=rows,
     )
+
+
+def _data_parallel_and_others(
+    job: Job, messages: list[Message]
+) -> tuple[list[Message], list[Message]]:
+    """The messages of data parallelism that run beside whole passes, and all others."""
+    data, others = [], []
+    for each in messages:
+        beside_passes = each.transfer.phase != "optimizer" or job.engine.overlapped_replicas
+        mine = each.transfer.split == "dp" and beside_passes
+        (data if mine else others).append(each)
+    return data, others
 
 
 def _outside(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Passes:

@@ -43,6 +43,8 @@ def plan_report(answer: Row) -> Iterator[RenderableType]:
     if answer["layouts"]:
         yield ""
         yield layouts_table(answer)
+        if len(answer["layouts"]) > 1:
+            yield Text(_order_note(answer["search"]))
         yield Text(_mfu_note(answer["layouts"][0]))
         yield from _details(answer)
     if answer["nothing_fits"]:
@@ -151,7 +153,7 @@ def layouts_table(answer: Row) -> Table:
             f"{row['mfu']:.1%}",
             f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
             f"[{STYLES[row['verdict']] or 'default'}]{VERDICTS[row['verdict']]}[/]",
-            f"{max(row['bubble_fraction'], 0.0):.1%}",
+            f"{row['bubble_fraction']:.1%}",
         ]
         table.add_row(*cells, *([f"{row['device_hours']:,.0f}"] if costs else []))
     return table
@@ -164,6 +166,13 @@ def _with_interval(row: Row) -> str:
         return format_seconds(step)
     unit = 1e-3 if step < 0.9995 else 1.0
     return f"{format_seconds(step)} ({_three(low / unit)}-{_three(high / unit)})"
+
+
+def _order_note(search: Row) -> str:
+    return (
+        f"Layouts within {search['near']:.1%} of the best count as equal: the simplest of them "
+        "comes first."
+    )
 
 
 def _mfu_note(first: Row) -> str:
@@ -333,13 +342,13 @@ def neighbours_table(neighbours: Sequence[Row], limit_bytes: float) -> Table:
             table.add_row(escape(row["change"]), "-", "-", escape(reason), style="dim")
             continue
         peak = row["peak_memory_bytes"] / 1e9
-        over = row["verdict"] == "no"
+        words = {"no": "does not fit", "tight": "tight"}.get(row["verdict"])
         table.add_row(
             escape(row["change"]),
             f"{row['step_time_ratio']:.3f} x",
             f"{peak:,.1f} GB",
-            f"does not fit: {peak:,.1f} GB of {limit_bytes / 1e9:,.1f}" if over else "",
-            style="red" if over else "",
+            f"{words}: {peak:,.1f} GB of {limit_bytes / 1e9:,.1f}" if words else "",
+            style={"no": "red", "tight": "yellow"}.get(row["verdict"], ""),
         )
     return table
 

@@ -125,7 +125,7 @@ PRECISIONS = {
 
 
 def export(planned: Planned) -> Export:
-    """The overrides of a NeMo recipe."""
+    """A script that starts a recipe of Megatron-Bridge with the plan's overrides."""
     arguments, notes = megatron.options(planned)
     overrides = [
         override

@@ -54,7 +54,7 @@ CONVERTERS = {
 
 
 def export(planned: Planned) -> Export:
-    """A script that starts torchtitan with the plan's arguments, and what it reads."""
+    """A module that holds torchtitan's configuration, and a script that starts it."""
     notes = _notes(planned)
     head = comment(planned, CHECKED_AGAINST, notes)
     script = (
