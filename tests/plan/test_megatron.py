@@ -122,6 +122,10 @@ def test_windows_count_the_querys_own_key():
             "dp64 mb2 recompute=full:5",
         ),
         (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 99",
+            "dp64 mb2 recompute=full",
+        ),
+        (
             "--pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping",
             "pp4 dp16 mb2 order=tp-cp-ep-pp-dp",
         ),

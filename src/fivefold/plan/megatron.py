@@ -449,6 +449,8 @@ def _read_layout(
     replicas = arguments.degree("num-distributed-optimizer-instances", 1) if zero else 1
     vpp, layers = _read_stages(arguments, config.num_layers, pp)
     recompute, recompute_layers = _read_recompute(arguments, notes)
+    if recompute_layers > (max(layers) if layers else -(-config.num_layers // (pp * vpp))):
+        recompute_layers = 0  # Megatron takes more than a stage has for all
     ep = arguments.degree("expert-model-parallel-size", 1)
     etp = arguments.degree("expert-tensor-parallel-size", tp)
     if config.moe is None:

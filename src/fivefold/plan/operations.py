@@ -19,6 +19,12 @@ Numbers: TypeAlias = Any
 """A number, or an array [n] of them, one for each layout."""
 
 
+ATTENTION_KERNELS, MLP_KERNELS, HEAD_KERNELS = 14.0, 4.0, 12.0
+ROUTING_KERNELS, EXPERT_KERNELS, QUANTIZED_EXPERT_KERNELS = 46.0, 4.0, 12.0
+"""Kernels that a forward pass launches in the parts of a layer and for each local expert: assumed,
+about what profiles of such layers show. They matter where the host cannot keep ahead."""
+
+
 @dataclass(frozen=True)
 class Product:
     """`groups` matrix products of one shape, in one call: [m, k] x [k, n] each."""
@@ -88,7 +94,7 @@ def layer_operations(job: Job, layouts: Layouts, kind: LayerKind) -> Operations:
     if config.qk_norm:
         rotary = 2 * rotary
     moved = t * ((norms + residuals) / slices + rotary / layouts.tp)
-    kernels: Numbers = 14.0
+    kernels: Numbers = ATTENTION_KERNELS
     if kind.moe:
         expert_products, expert_moved = _expert_operations(job, layouts, t)
         products += expert_products
@@ -98,14 +104,14 @@ def layer_operations(job: Job, layouts: Layouts, kind: LayerKind) -> Operations:
         width = config.intermediate_size
         products += _mlp_products("mlp", config, t, width, layouts.tp)
         moved = moved + t * _activation_elements(config.gated_mlp) * width / layouts.tp
-        kernels += 4.0
+        kernels += MLP_KERNELS
     return Operations(tuple(products), attention, moved, kernels)
 
 
 def embedding_operations(job: Job, layouts: Layouts) -> Operations:
     """Looking up the tokens' rows."""
     moved = 2.0 * tokens(job, layouts) * job.config.hidden_size
-    return Operations((), None, moved, 4.0)
+    return Operations((), None, moved, MLP_KERNELS)
 
 
 def head_operations(job: Job, layouts: Layouts) -> Operations:
@@ -117,7 +123,7 @@ def head_operations(job: Job, layouts: Layouts) -> Operations:
     # Written and read once in 16 bits, and what the loss does to them besides.
     passes = 2.0 + min(job.engine.loss_bytes, 6)
     moved = t * (2.0 * config.hidden_size / slices + passes * columns)
-    return Operations((head,), None, moved, 12.0)
+    return Operations((head,), None, moved, HEAD_KERNELS)
 
 
 def _attention_products(config: ModelConfig, layouts: Layouts, t: Numbers):
@@ -172,13 +178,14 @@ def _activation_elements(gated: bool) -> float:
 
 
 def _expert_kernels(job: Job, layouts: Layouts) -> Numbers:
-    """Routing and permutation take some fifty small kernels; and each expert of a rank its own
-    products, with several more in front of each where inputs are quantized."""
+    """Routing and permutation take small kernels; and each expert of a rank its own products, with
+    several more in front of each where inputs are quantized."""
     assert job.config.moe is not None
     if job.engine.fused_experts:
-        return 40.0
+        return ROUTING_KERNELS
     local = job.config.moe.num_experts / layouts.ep
-    return 46.0 + local * (12.0 if job.is_low_precision else 4.0)
+    each = QUANTIZED_EXPERT_KERNELS if job.is_low_precision else EXPERT_KERNELS
+    return ROUTING_KERNELS + local * each
 
 
 def _expert_operations(job: Job, layouts: Layouts, t: Numbers):

@@ -173,7 +173,8 @@ def step_time(
 
 
 GRAPHED_STEP = 0.2
-"""What is left of the host's time between steps where a graph replays whole steps."""
+"""What is left of the host's time between steps where a graph replays whole steps: assumed, what
+small steps of MLPerf's 8B runs leave for it."""
 
 
 def whole_step_s(job: Job, layouts: Layouts, constants: Constants, inside: Numbers) -> Numbers:

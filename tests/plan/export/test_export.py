@@ -258,6 +258,7 @@ def layouts(draw: st.DrawFn, config: ModelConfig) -> Layout:
     shards = dp * ulysses * ring > 1
     zero = draw(st.integers(0, 3)) if shards else 0
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    largest = max(layers or split_layers(config.num_layers, stages))
     pipeline_first = pp > 1 and dp > 1 and draw(st.booleans())
     return Layout(
         tp=tp,
@@ -274,7 +275,7 @@ def layouts(draw: st.DrawFn, config: ModelConfig) -> Layout:
         micro_batch=draw(st.integers(1, 4)),
         accumulation=draw(st.integers(1, 16)),
         recompute=recompute,
-        recompute_layers=draw(st.integers(0, 2)) if recompute == "full" else 0,
+        recompute_layers=draw(st.integers(0, min(2, largest))) if recompute == "full" else 0,
         order=("tp", "cp", "ep", "pp", "dp") if pipeline_first else ("tp", "cp", "ep", "dp", "pp"),
         layers=layers,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from fivefold.errors import UserError
@@ -114,6 +114,7 @@ def check(name: str, pp: int, vpp: int, micro_batches: int) -> None:
             raise UserError(sentence)
 
 
+@lru_cache(maxsize=32)
 def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
     """The table of a named schedule.
 
