@@ -36,7 +36,7 @@ from fivefold.plan.job import Job
 
 TP_DOMAINS = 2
 """tp spans at most so many scale-up domains."""
-MIN_TOKENS = 2048
+MIN_TOKENS = 1024
 """Tokens of a sequence on one context-parallel rank, at least, unless no layout is left."""
 MAX_TOKENS = 65_536
 """Tokens of one micro-batch on one rank, at most; more do not make a product faster."""

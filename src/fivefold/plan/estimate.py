@@ -352,6 +352,10 @@ def _between_stages(row: Row) -> bool:
     return row.transfer.axis == "pp" and row.transfer.op == "send"
 
 
+def _happens(row: Row) -> bool:
+    return _number(row.transfer.calls) > 0 and _number(row.transfer.group_size) > 1
+
+
 def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     """The step of one pipeline rank, in parts that add up to it."""
     stages = simulated.stages
@@ -359,10 +363,13 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     m = _number(rank.micro_batches)
     arithmetic = stages.rank_compute(stages.rank_of(role))
     computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.recompute)
-    exposed = {f"exposed_{row.transfer.split}": 0.0 for row in rank.rows}
+    exposed: dict[str, float] = {}
     sends = 0.0
     for row, seconds in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
-        exposed[f"exposed_{row.transfer.split}"] += seconds
+        if not _happens(row):
+            continue
+        key = f"exposed_{row.transfer.split}"
+        exposed[key] = exposed.get(key, 0.0) + seconds
         sends += seconds * _between_stages(row)
     optimizer = _number(rank.optimizer)
     works = m * _number(rank.busy) + _number(rank.once)
@@ -391,7 +398,7 @@ def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterat
     for row, exposed in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
         transfer = row.transfer
         calls, size = _number(transfer.calls), int(_number(transfer.group_size))
-        if calls == 0 or size == 1:
+        if not _happens(row):
             continue
         tier = _tier(cluster, places[transfer.axis])
         payload = _number(transfer.payload_bytes)

@@ -229,6 +229,9 @@ def _note_model(config: ModelConfig, planned: Planned, notes: list[str]) -> None
         f"{config.norms_per_layer} norms a layer (Megatron's GPT has 2)": (
             config.norms_per_layer != 2
         ),
+        "norms of queries and keys beside those of latent vectors": (
+            config.mla is not None and config.qk_norm
+        ),
         "attention and MLP side by side": config.parallel_attention,
         f"windows of different widths {sorted(mixed_windows)} (the widest is exported)": (
             len(mixed_windows) > 1
