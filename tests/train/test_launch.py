@@ -242,6 +242,8 @@ def test_text_too_long_for_where_is_cut() -> None:
 def launch_and_sleep(pids: Path, errors: Path) -> None:
     """A parent of its own, as the command line is one: 2 workers that note their process ids."""
     os.setpgid(0, 0)
+    # A shell's background job, as these tests may be, ignores the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = str(errors.parent)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
 
@@ -264,8 +266,11 @@ def sleeping_run(tmp_path: Path) -> Iterator[tuple[Any, list[int]]]:
     )
     run.start()
     wait_until(lambda: len(list(pids.iterdir())) == 2)
-    yield run, [int(path.name) for path in pids.iterdir()]
-    run.join()
+    try:
+        yield run, [int(path.name) for path in pids.iterdir()]
+    finally:
+        run.kill()
+        run.join()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 10) -> None:
