@@ -10,9 +10,6 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import (
     LARGEST,
     ORDER,
-    PLANNED_SCHEDULES,
-    RECOMPUTE,
-    SCHEDULES,
     Layout,
     parse,
     stated,
@@ -20,30 +17,11 @@ from fivefold.layout.notation import (
 )
 from fivefold.layout.words import nearest_choices, nearest_multiples
 from tests.helpers import refusal
+from tests.layout.drawn import layouts
 
-RECOMPUTED = st.sampled_from(RECOMPUTE).flatmap(
-    lambda mode: st.tuples(st.just(mode), st.integers(0, 90 if mode == "full" else 0))
-)
 DEGREES = st.integers(1, 64) | st.integers(1, LARGEST)
-LAYOUTS = st.builds(
-    lambda recompute, **fields: Layout(
-        recompute=recompute[0], recompute_layers=recompute[1], **fields
-    ),
-    recompute=RECOMPUTED,
-    tp=DEGREES,
-    sp=st.booleans(),
-    pp=DEGREES,
-    vpp=DEGREES,
-    dp=DEGREES,
-    dp_replicate=DEGREES,
-    zero=st.integers(0, 3),
-    ep=DEGREES,
-    etp=DEGREES,
-    ulysses=DEGREES,
-    ring=DEGREES,
-    micro_batch=DEGREES,
-    accumulation=DEGREES,
-    schedule=st.sampled_from((*SCHEDULES, *PLANNED_SCHEDULES)),
+LAYOUTS = layouts(
+    DEGREES,
     order=st.permutations(ORDER).map(tuple),
     layers=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple),
 )
