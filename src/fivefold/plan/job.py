@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.model.config import ModelConfig
+from fivefold.parallel.work import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Engine:
     keeps_gathered: bool = False  # ZeRO 3 in a pipeline gathers and reduces once a step
 
 
-PRODUCT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 """Bytes of an element of a product's inputs, by precision: the precisions that can be planned."""
 
 ENGINES = {
@@ -121,10 +122,20 @@ class Job:
     cluster: Cluster
     sequence_length: int  # tokens
     global_batch: int  # sequences of one optimizer step
-    precision: str = "bf16"  # of the products: bf16, fp16, fp8, mxfp8, nvfp4
+    precision: str = "bf16"  # of the products: fp32, bf16, fp16, fp8, mxfp8, nvfp4
     engine: Engine = field(default_factory=Engine)
     mtp: bool = False  # train the multi-token-prediction modules too
     imbalance: float = 1.0  # tokens of the busiest expert rank, over the mean
+
+    @property
+    def activations(self) -> str:
+        """The precision of activations, gathered weights and what travels: bf16, or fp32."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an element in that precision."""
+        return ELEMENT_BYTES[self.activations]
 
     @property
     def is_low_precision(self) -> bool:
