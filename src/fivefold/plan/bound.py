@@ -53,6 +53,8 @@ class Bound:
     def __init__(self, job: Job, constants: Constants, layouts: Layouts) -> None:
         """Prepares for these layouts: for any with the same combinations of `LAYER_DEGREES`."""
         self.job, self.constants = replace(job, mtp=False), constants
+        if job.cluster.cores:  # so few layouts fit on one that all are looked at
+            return
         self.widest = [int(getattr(layouts, name).max(initial=0)) + 1 for name in LAYER_DEGREES]
         self.codes, index = np.unique(self._code(layouts), return_index=True)
         few = _alone(layouts.take(index))
@@ -63,6 +65,8 @@ class Bound:
 
     def of(self, layouts: Layouts) -> NDArray[np.float64]:
         """Seconds that a step takes at least [n]."""
+        if self.job.cluster.cores:
+            return np.zeros(len(layouts))
         number = np.searchsorted(self.codes, self._code(layouts))
         stages = [self._stage(layouts, number, role) for role in ROLES]
         forward, backward, weight_gradient = np.array(stages).swapaxes(0, 1)
@@ -108,7 +112,7 @@ class Bound:
     def _stage(self, layouts: Layouts, number: Any, role: str) -> list[NDArray[np.float64]]:
         """Forward, backward and weight gradients of one virtual stage of a pipeline rank."""
         job = self.job
-        work = stage_work(job.config, layouts, job.sequence_length, "bf16", role)
+        work = stage_work(job.config, layouts, job.sequence_length, self.job.activations, role)
         forward = backward = weight_gradient = np.zeros(len(layouts))
         for (kind, count), recomputed in zip(work.layers, work.recomputed, strict=True):
             layer, count = self.layers[kind], count / work.chunks

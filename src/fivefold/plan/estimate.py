@@ -23,14 +23,15 @@ from fivefold.model.config import LayerKind
 from fivefold.model.counts import flops_per_token
 from fivefold.parallel.pipeline import schedules
 from fivefold.parallel.work import ROLES, role_rank, stage_counts
-from fivefold.plan import compute
+from fivefold.plan import compute, sharing
 from fivefold.plan.constants import Constants
 from fivefold.plan.intervals import memory_interval, step_interval
 from fivefold.plan.job import Job
 from fivefold.plan.memory import KINDS, stage_memory, verdict
 from fivefold.plan.operations import layer_operations
+from fivefold.plan.parts import Rank, Row, Time
 from fivefold.plan.placement import members
-from fivefold.plan.time import Rank, Row, Time, estimate_time, whole_step_s
+from fivefold.plan.time import estimate_time, operation_s, whole_step_s
 
 SIMULATED_ROUNDS = 3
 """Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last."""
@@ -86,6 +87,7 @@ class Simulated:
     pipeline_s: float  # from the first forward to the last backward
     once_s: float  # before and after
     step_s: float
+    slowdown: float = 1.0  # seconds that a second of work takes where ranks share cores
 
 
 def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
@@ -102,11 +104,23 @@ def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
 
 def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Simulated:
     stages = Stages(job, layout, constants, time)
+    if job.cluster.cores:
+        return _simulate_shared(job, layout, stages, job.cluster.cores)
     once = max(_number(rank.once) for rank in time.ranks.values())
     pipeline = stages.pipeline_s(once)
     inside = np.array([pipeline + once])
     step = _number(whole_step_s(job, Layouts.of([layout]), constants, inside))
     return Simulated(stages, pipeline, once, step)
+
+
+def _simulate_shared(job: Job, layout: Layout, stages: Stages, cores: int) -> Simulated:
+    """On cores that the ranks share. What is once a step all ranks do at the same time."""
+    share = max(1.0, layout.world_size / cores)
+    ranks = stages.time.ranks.values()
+    once = max(_number(rank.once) * share + _number(rank.waits.once) for rank in ranks)
+    shared = stages.on_shared_cores(cores)
+    step = shared.pipeline_s + once + job.cluster.core.step * share
+    return Simulated(stages, shared.pipeline_s, once, step, shared.slowdown)
 
 
 def _one_of(value: Any, index: int) -> Any:
@@ -224,7 +238,7 @@ class Stages:
     def _layer_compute(self, kind: LayerKind) -> _Compute:
         """Of a layer of a kind that is not recomputed as a whole."""
         operations = layer_operations(self.job, Layouts.of([self.layout]), kind)
-        s = compute.seconds(self.job, self.constants, operations)
+        s = operation_s(self.job, self.constants, operations)
         selective = self.layout.recompute == "selective"
         return _Compute(
             _number(s.forward),
@@ -310,6 +324,22 @@ class Stages:
         # The slowest rank's pace, or less where it waits for messages every time.
         pace = (step - simulated(layout.accumulation - left_out - layout.pp)) / layout.pp
         return step + left_out * max(pace, *(sum(map(sum, seconds)) for seconds in chunks))
+
+    def on_shared_cores(self, cores: int) -> sharing.Shared:
+        """The pipeline, run by ranks that share cores."""
+        layout = self.layout
+        busy = {kind: [0.0] * layout.stages for kind in ("F", "B")}
+        waits = {kind: [0.0] * layout.stages for kind in ("F", "B")}
+        for rank in range(layout.pp):
+            role = self.time.ranks[self.role_of(rank)]
+            stages = rank_stages(layout, rank)
+            for stage, (forward, backward) in zip(stages, self.chunk_s(rank), strict=True):
+                busy["F"][stage], busy["B"][stage] = forward, backward
+                waits["F"][stage] = _number(role.waits.forward) / len(stages)
+                waits["B"][stage] = _number(role.waits.backward) / len(stages)
+        table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
+        processes, send = layout.world_size / layout.pp, _number(self.time.ranks["middle"].send)
+        return sharing.simulate(table, busy, waits, send, processes, cores)
 
     def _by_formula(self) -> float:
         """Pipeline and what is once a step, from the step by formula."""

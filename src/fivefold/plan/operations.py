@@ -68,6 +68,10 @@ class Operations:
     attention: Attention | None
     moved: Numbers  # elements read and written by the light operations of the forward pass
     kernels: Numbers  # launched in the forward pass
+    # The same of what a split adds to the program beside its messages: copies and bookkeeping. No
+    # accelerator notices them; a core does.
+    split_moved: Numbers = 0.0
+    split_kernels: Numbers = 0.0
 
     @property
     def flops(self) -> Numbers:
@@ -105,7 +109,33 @@ def layer_operations(job: Job, layouts: Layouts, kind: LayerKind) -> Operations:
         products += _mlp_products("mlp", config, t, width, layouts.tp)
         moved = moved + t * _activation_elements(config.gated_mlp) * width / layouts.tp
         kernels += MLP_KERNELS
-    return Operations(tuple(products), attention, moved, kernels)
+    return Operations(
+        tuple(products), attention, moved, kernels, *_of_splits(job, layouts, kind, t)
+    )
+
+
+def _of_splits(job: Job, layouts: Layouts, kind: LayerKind, t: Numbers) -> tuple[Numbers, Numbers]:
+    """Elements moved and kernels launched by the splits themselves in one layer, forward: counted
+    in `parallel/*/run.py`."""
+    config = job.config
+    query = t * config.num_heads / layouts.tp * config.qk_head_dim
+    key_value = 2 * t * np.maximum(config.num_kv_heads / layouts.tp, 1.0) * config.qk_head_dim
+    # Ulysses puts queries, keys, values and the output into the order in which they travel.
+    ulysses = layouts.ulysses > 1
+    moved = ulysses * 2 * (2 * query + key_value)
+    kernels = ulysses * 12.0
+    # The ring stacks keys with values, and merges each block's output into the running one.
+    blocks = layouts.ring - 1
+    moved = moved + (blocks > 0) * 2 * key_value + blocks * (4 * query + 2 * key_value)
+    kernels = kernels + (blocks > 0) * 8.0 + blocks * 14.0
+    kernels = kernels + (layouts.tp > 1) * 4.0
+    if kind.moe:
+        assert config.moe is not None
+        copies = t / layouts.tp * config.moe.experts_per_token * layouts.etp
+        travels = layouts.ep * layouts.etp > 1
+        moved = moved + travels * 4 * copies * config.hidden_size
+        kernels = kernels + travels * 24.0 + (layouts.etp > 1) * 8.0
+    return moved, kernels
 
 
 def embedding_operations(job: Job, layouts: Layouts) -> Operations:

@@ -9,8 +9,6 @@ as far as it is longer than that compute. Which transfer can run beside what is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +18,7 @@ from fivefold.ledger import Transfer
 from fivefold.model.config import LayerKind
 from fivefold.parallel.cost import SPLIT_COSTS
 from fivefold.parallel.work import ELEMENT_BYTES, FP32, ROLES, Work, role_rank, stage_work
-from fivefold.plan import compute
+from fivefold.plan import compute, host, sharing
 from fivefold.plan.constants import Constants
 from fivefold.plan.job import Engine, Job
 from fivefold.plan.operations import (
@@ -30,75 +28,9 @@ from fivefold.plan.operations import (
     head_operations,
     layer_operations,
 )
+from fivefold.plan.parts import Message, Passes, Rank, Row, Time, Traffic
 from fivefold.plan.pipeline import pipeline_step_s
 from fivefold.plan.placement import members
-
-
-@dataclass(frozen=True)
-class Row:
-    """One transfer of the ledger with its time, arrays [n] over layouts."""
-
-    transfer: Transfer
-    seconds: Numbers  # of all its calls in a step
-    exposed: Numbers  # the part that no compute hides
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of one micro-batch, arrays [n]: with exposed messages, and recomputation."""
-
-    forward: Numbers
-    input_gradient: Numbers
-    weight_gradient: Numbers
-
-    @property
-    def backward(self) -> Numbers:
-        return self.input_gradient + self.weight_gradient
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one pipeline rank does. Seconds, arrays [n] over layouts."""
-
-    layers: Passes  # of all layers of all its chunks, with all messages
-    outside: Passes  # of the embedding, the head and the loss
-    micro_batches: Numbers  # that go through each chunk
-    chunks: Numbers
-    once: Numbers  # before and after all micro-batches: exposed messages and the optimizer
-    optimizer: Numbers  # part of `once`
-    send: Numbers  # of one message to the next stage
-    rows: list[Row]
-
-    @property
-    def busy(self) -> Numbers:
-        """Of one micro-batch, both passes."""
-        layers, outside = self.layers, self.outside
-        return layers.forward + layers.backward + outside.forward + outside.backward
-
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds, arrays [n] over layouts."""
-
-    step: Numbers
-    ranks: dict[str, Rank]  # by role
-
-
-@dataclass(frozen=True)
-class Message:
-    """One transfer of the ledger and what it takes on the network, arrays [n]."""
-
-    transfer: Transfer
-    one: Numbers  # seconds of one call
-    total: Numbers  # seconds of all calls of a step
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one pipeline rank holds and sends, which no constant of a device changes."""
-
-    work: Work
-    messages: list[Message]
 
 
 def estimate_time(job: Job, layouts: Layouts, constants: Constants) -> Time:
@@ -116,7 +48,7 @@ def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
             job.config,
             layouts,
             job.sequence_length,
-            "bf16",
+            job.activations,
             role,
             mtp=job.mtp,
             flat=job.engine.flat_shards,
@@ -124,6 +56,9 @@ def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
         messages = []
         for transfer in (t for split in SPLIT_COSTS for t in split.transfers(work)):
             if not np.any(transfer.calls):
+                continue
+            if job.cluster.cores:
+                messages.append(sharing.message(job.cluster, transfer))
                 continue
             payload = transfer.payload_bytes * _wire_share(job, transfer, places["ep"])
             alike = transfer.op, transfer.axis, np.asarray(payload, float).tobytes()
@@ -141,6 +76,17 @@ def step_time(
 ) -> Time:
     """The step time of layouts whose traffic is known."""
     per_kind = _layer_seconds(job, layouts, constants)
+    if job.cluster.cores:
+        ranks = {
+            role: sharing.rank(
+                job.cluster,
+                mine,
+                compute_of(job, layouts, per_kind, mine.work),
+                outside_of(per_kind, mine.work),
+            )
+            for role, mine in traffic.items()
+        }
+        return Time(sharing.step_s(job.cluster, layouts, ranks), ranks)
     ranks = {
         role: _rank(job, layouts, constants, per_kind, role, mine) for role, mine in traffic.items()
     }
@@ -197,7 +143,14 @@ def _layer_seconds(
     }
     operations["embedding"] = embedding_operations(job, layouts)
     operations["head"] = head_operations(job, layouts)
-    return {name: compute.seconds(job, constants, ops) for name, ops in operations.items()}
+    return {name: operation_s(job, constants, ops) for name, ops in operations.items()}
+
+
+def operation_s(job: Job, constants: Constants, operations: Operations) -> compute.Seconds:
+    """Of operations on the job's device."""
+    if job.cluster.cores:
+        return host.seconds(job, job.cluster.core, operations)
+    return compute.seconds(job, constants, operations)
 
 
 def _rank(
@@ -209,7 +162,7 @@ def _rank(
     traffic: Traffic,
 ) -> Rank:
     work = traffic.work
-    beside = _compute(job, layouts, per_kind, work)
+    beside = compute_of(job, layouts, per_kind, work)
     m = work.micro_batches
     rows: list[Row] = []
     # Seconds that a phase is longer by messages: those exposed, and the compute that the hidden
@@ -239,7 +192,7 @@ def _rank(
         once = once + share * sum((total for _, total in mine), 0.0)
         added[phase] = added[phase] + constants.contention * hidden
     optimizer = _optimizer_s(job, constants, work)
-    outside = _outside(per_kind, work)
+    outside = outside_of(per_kind, work)
     return Rank(
         layers=Passes(
             beside.forward - outside.forward + added["forward"] / m,
@@ -268,7 +221,7 @@ def _data_parallel_and_others(
     return data, others
 
 
-def _outside(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Passes:
+def outside_of(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Passes:
     """Embedding, head and loss, and those of multi-token prediction."""
     modules = work.mtp_layers
     parts = [
@@ -282,7 +235,7 @@ def _outside(per_kind: dict[LayerKind | str, compute.Seconds], work: Work) -> Pa
     )
 
 
-def _compute(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Seconds:
+def compute_of(job: Job, layouts: Layouts, per_kind, work: Work) -> compute.Seconds:
     """Of one micro-batch on one pipeline rank, recomputation included."""
     layers = [(per_kind[kind], count) for kind, count in work.layers]
     modules = work.mtp_layers

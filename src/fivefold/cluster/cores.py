@@ -1,0 +1,122 @@
+"""A machine whose devices are processes that share the cores of a CPU, as `fivefold calibrate`
+measures it.
+
+A core does one thing after the other, so that everything adds up: starting an operation, its
+arithmetic, the bytes it reads and writes, and its part in the messages, which no other hardware
+carries. Beside that a rank waits for messages to arrive; in that time its core is another's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import UserError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of each unit of work of a forward or of a backward pass."""
+
+    product_flop: float
+    product_byte: float  # of a product's operands and result
+    attention_flop: float
+    light_byte: float  # read or written by light operations
+    operation: float  # started
+
+    def seconds(self, work: Floats) -> Any:
+        """Of work [5, ...], in the order of the fields."""
+        return np.tensordot(astuple(self), work, 1)
+
+
+@dataclass(frozen=True)
+class Core:
+    """Seconds of what one core does."""
+
+    forward: Pass
+    backward: Pass
+    copy_byte: float  # read or written by a copy
+    optimizer_element: float  # of its norm and its update
+    zero_call: float  # of each gather and reduction of ZeRO, beside message and copies
+    step: float  # once a step
+
+
+def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
+    """The core that was measured. UserError where the operations of file `where` lack a part."""
+    records = {record.get("what"): record for record in operations}
+
+    def numbers(what: str, names: list[str]) -> list[float]:
+        record = records.get(what, {})
+        for name in names:
+            if not isinstance(record.get(name), int | float):
+                raise UserError(
+                    f"{where} has cores but no {name} of {what!r} among its operations: "
+                    "measure it again with fivefold calibrate"
+                )
+        return [float(record[name]) for name in names]
+
+    names = [field.name for field in fields(Pass)]
+    forward, backward = (Pass(*numbers(what, names)) for what in ("forward", "backward"))
+    rest = ["copy_byte", "optimizer_element", "zero_call", "step"]
+    return Core(forward, backward, *numbers("rest", rest))
+
+
+@dataclass(frozen=True)
+class MessageSeconds:
+    """One call on one rank, arrays [n] over layouts."""
+
+    busy: Any  # of its core
+    wait: Any  # in which its core is free
+
+
+def message_s(
+    messages: Sequence[Mapping[str, Any]], op: str, size: ArrayLike, payload_bytes: ArrayLike
+) -> MessageSeconds:
+    """Seconds of one call of an operation on groups of `size` ranks, [n]; 0 for a group of one.
+
+    Between the payloads and the group sizes that were measured by interpolation; beyond the largest
+    payload in proportion, beyond the largest group as for that.
+    UserError where the operation was not measured.
+    """
+    size, payload = np.broadcast_arrays(np.atleast_1d(size), np.atleast_1d(payload_bytes))
+    by_size: dict[float, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in messages:
+        if record.get("op") == op:
+            by_size[record["ranks"]].append(record)
+    if not by_size:
+        raise UserError(
+            f"the cluster has cores but no message {op}: measure it again with fivefold calibrate"
+        )
+    sizes = sorted(by_size)
+    curves = [_curve(by_size[each], payload) for each in sizes]  # each [2, n]
+    place = np.interp(size, sizes, np.arange(len(sizes)))
+    below = np.minimum(place.astype(int), len(sizes) - 1)
+    above = np.minimum(below + 1, len(sizes) - 1)
+    here = np.arange(len(payload))
+    stacked = np.array(curves)  # [sizes, 2, n]
+    share = place - below
+    busy, wait = (
+        (1 - share) * stacked[below, part, here] + share * stacked[above, part, here]
+        for part in range(2)
+    )
+    return MessageSeconds(np.where(size > 1, busy, 0.0), np.where(size > 1, wait, 0.0))
+
+
+def _curve(records: Sequence[Mapping[str, Any]], payload: Floats) -> Floats:
+    """Busy and waiting seconds [2, n] at payloads [n]."""
+    records = sorted(records, key=lambda record: record["bytes"])
+    at = [float(record["bytes"]) for record in records]
+    beyond = np.maximum(payload / at[-1], 1.0)
+    return np.array(
+        [
+            beyond * np.interp(payload, at, [float(record[name]) for record in records])
+            for name in ("busy_s", "wait_s")
+        ]
+    )

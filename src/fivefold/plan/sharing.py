@@ -1,0 +1,230 @@
+"""The step of ranks that are processes on the cores of one CPU (`cluster.cores`).
+
+What is hidden on an accelerator costs here all the same: a message beside compute takes its part of
+the core. So what a rank does adds up to its busy seconds, and beside them it waits for messages to
+arrive. Where there are more ranks than cores, a busy rank has a share of a core; a waiting one
+leaves its core to others, which is why bubbles of a pipeline cost little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.cores import message_s
+from fivefold.layout.many import Layouts
+from fivefold.ledger import Transfer
+from fivefold.parallel.pipeline.schedules import Action, Schedule, needs
+from fivefold.parallel.work import Work
+from fivefold.plan.compute import Seconds
+from fivefold.plan.operations import Numbers
+from fivefold.plan.parts import Message, Passes, Rank, Row, Traffic, Waits
+from fivefold.plan.pipeline import pipeline_step_s
+
+ZERO_PASSES = 4
+"""How often ZeRO reads or writes what it gathers or reduces, beside the message: FSDP2 copies a
+unit's weights out of the buffer that they arrive in, and gradients into the one that they leave
+from."""
+
+
+def message(cluster: Cluster, transfer: Transfer) -> Message:
+    """A transfer with its busy seconds and those in which its rank waits."""
+    # The ring's sends are swaps with both neighbours at once.
+    op = "shift" if transfer.axis == "ring" else transfer.op
+    one = message_s(cluster.messages, op, transfer.group_size, transfer.payload_bytes)
+    calls, busy = transfer.calls, one.busy
+    if _by_zero(transfer):
+        copies = ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
+        busy = busy + cluster.core.zero_call + copies
+    if _between_stages(transfer):
+        busy = 2 * busy  # as many messages arrive as leave
+    return Message(transfer, busy, calls * busy, calls * one.wait)
+
+
+def _by_zero(transfer: Transfer) -> bool:
+    return transfer.split == "dp" and transfer.op in ("all_gather", "reduce_scatter")
+
+
+def _between_stages(transfer: Transfer) -> bool:
+    return transfer.axis == "pp" and transfer.op == "send"
+
+
+def rank(cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes) -> Rank:
+    """What one pipeline rank does; `compute` of one micro-batch, `outside` is its part of it."""
+    work, m = traffic.work, traffic.work.micro_batches
+    busy: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+    waits: dict[str, Numbers] = dict(busy)
+    rows, send = [], 0.0
+    for each in traffic.messages:
+        transfer, when = each.transfer, _when(each.transfer)
+        waited = 0.0 if _beside_compute(transfer) else each.waits
+        if _between_stages(transfer):
+            send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
+            waited = 0.0  # the pipeline knows when a rank waits for a message
+        rows.append(Row(transfer, each.total + each.waits, each.total + waited))
+        busy[when] = busy[when] + each.total
+        waits[when] = waits[when] + waited
+    optimizer = cluster.core.optimizer_element * _elements(work)
+    return Rank(
+        layers=Passes(
+            compute.forward - outside.forward + busy["forward"] / m,
+            compute.input_gradient - outside.input_gradient + busy["backward"] / m,
+            compute.weight_gradient - outside.weight_gradient,
+        ),
+        outside=outside,
+        micro_batches=m,
+        chunks=work.chunks,
+        once=busy["once"] + optimizer,
+        optimizer=optimizer,
+        send=send,
+        rows=rows,
+        waits=Waits(waits["forward"] / m, waits["backward"] / m, waits["once"]),
+    )
+
+
+def _elements(work: Work) -> Numbers:
+    """That the optimizer of a rank updates."""
+    return sum(work.total(units, lambda sizes: sizes.gradient) for units in work.units)
+
+
+def _when(transfer: Transfer) -> str:
+    """In which pass a message is sent, or that it is sent once a step."""
+    return "once" if transfer.phase == "optimizer" else transfer.phase
+
+
+def _beside_compute(transfer: Transfer) -> bool:
+    """Does the program start the message and compute on before it needs its result?"""
+    if transfer.axis == "ring":
+        return True
+    if transfer.split == "dp":
+        return transfer.phase == "backward"
+    sums = transfer.op in ("all_reduce", "reduce_scatter")
+    return transfer.axis == "tp" and transfer.phase == "backward" and sums and not transfer.again
+
+
+def step_s(cluster: Cluster, layouts: Layouts, ranks: Mapping[str, Rank]) -> Numbers:
+    """Seconds of a step [n]: as the pipeline takes with what one rank's processes get of the cores
+    when they are alone, or as long as the cores need for all there is to do."""
+    assert cluster.cores is not None
+    processes = layouts.world_size / layouts.pp  # of one pipeline rank
+    share = np.maximum(1.0, processes / cluster.cores)
+    roles = [ranks[role] for role in ("first", "middle", "last")]
+    passes = {
+        name: np.array([_chunk_s(rank, role, name, share) for role, rank in ranks.items()])
+        for name in ("forward", "backward")
+    }
+    pipeline = pipeline_step_s(
+        layouts.schedule,
+        layouts.pp,
+        layouts.vpp,
+        layouts.accumulation,
+        passes["forward"],
+        passes["backward"],
+        roles[1].send,
+    )
+    once = np.maximum.reduce([rank.once * share + rank.waits.once for rank in roles])
+    works = [rank.micro_batches * rank.busy + rank.once for rank in roles]
+    middles = np.maximum(layouts.pp - 2, 0)
+    total = works[0] + middles * works[1] + (layouts.pp > 1) * works[2]
+    waits = np.maximum.reduce([_waits(rank) for rank in roles])
+    return np.maximum(pipeline + once, total * processes / cluster.cores + waits) + (
+        cluster.core.step * share
+    )
+
+
+def _waits(rank: Rank) -> Numbers:
+    return rank.micro_batches * (rank.waits.forward + rank.waits.backward) + rank.waits.once
+
+
+def _chunk_s(rank: Rank, role: str, name: str, share: Numbers) -> Numbers:
+    busy = getattr(rank.layers, name) / rank.chunks
+    busy = busy + getattr(rank.outside, name) * (role != "middle")
+    return busy * share + getattr(rank.waits, name) / rank.chunks
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A pipeline whose ranks share cores."""
+
+    pipeline_s: float  # from the first forward to the last backward
+    slowdown: float  # seconds that busy ranks took for a second of work, on average
+
+
+@dataclass
+class _State:
+    """Where a pipeline rank is in its row of the schedule."""
+
+    row: Sequence[Action]
+    done: int = 0
+    work_s: float = 0.0  # left of the action it is in
+    free_at_s: float | None = None  # when the wait after its work ends; None: before that
+    started: bool = False
+
+    @property
+    def action(self) -> Action | None:
+        return self.row[self.done] if self.done < len(self.row) else None
+
+
+def simulate(
+    schedule: Schedule,
+    busy_s: Mapping[str, Sequence[float]],
+    wait_s: Mapping[str, Sequence[float]],
+    send_s: float,
+    processes: float,
+    cores: int,
+) -> Shared:
+    """Runs a table of actions in which each pipeline rank stands for `processes` processes that do
+    the same at the same time. All that are busy get equal parts of the cores, at most one each.
+
+    `busy_s` and `wait_s`, by kind of action and virtual stage: an action works first and then waits
+    for its messages, its cores free. A result reaches another rank `send_s` later.
+    """
+    states = [_State(row) for row in schedule.table]
+    arrives_s: dict[Action, float] = {}
+    now_s = works_s = takes_s = 0.0
+
+    def ready_s(rank: int, action: Action) -> float:
+        """When all that the action needs is there; infinity where that is not known yet."""
+        latest = 0.0
+        for needed in needs(action, schedule.stages):
+            there_s = arrives_s.get(needed, math.inf)
+            if schedule.rank_of(needed.stage) != rank:
+                there_s += send_s
+            latest = max(latest, there_s)
+        return latest
+
+    while True:
+        events = []
+        for rank, state in enumerate(states):
+            if state.action is not None and not state.started:
+                ready = ready_s(rank, state.action)
+                if ready <= now_s:
+                    state.started = True
+                    state.work_s = busy_s[state.action.kind][state.action.stage]
+                elif ready < math.inf:
+                    events.append(ready)
+        busy = [state for state in states if state.started and state.free_at_s is None]
+        rate = min(1.0, cores / (len(busy) * processes)) if busy else 1.0
+        events += [now_s + state.work_s / rate for state in busy]
+        events += [state.free_at_s for state in states if state.free_at_s is not None]
+        if not events:
+            break
+        took_s, now_s = min(events) - now_s, min(events)
+        works_s += took_s * rate * len(busy)
+        takes_s += took_s * len(busy)
+        for state in states:
+            action = state.action
+            if action is None or not state.started:
+                continue
+            if state.free_at_s is None:
+                state.work_s -= took_s * rate
+                if state.work_s <= 1e-12:
+                    state.free_at_s = now_s + wait_s[action.kind][action.stage]
+            if state.free_at_s is not None and state.free_at_s <= now_s:
+                arrives_s[action] = now_s
+                state.done, state.started, state.free_at_s = state.done + 1, False, None
+    return Shared(now_s, takes_s / works_s if works_s else 1.0)
