@@ -1,7 +1,8 @@
 """Clusters: a device, a count, and the tiers of the network from inside out.
 
 A cluster is named in one of three ways (`load_cluster`): by an entry of the catalogue beside this
-module (`dgx-h100`), by a YAML file of the same form, or by one line of numbers:
+module (`dgx-h100`), by a YAML file of the same form (such as `fivefold calibrate` writes), or by
+one line of numbers:
 
     DEVICE:NxBANDWIDTH,NxBANDWIDTH,...,BANDWIDTH
     h100:8x450GB/s,50GB/s                           8 to a switch, then one network for all
@@ -98,6 +99,11 @@ class Cluster:
     device: Device
     system: tuple[Tier, ...]  # as the machine is built
     num_devices: int
+    cores: int | None = None  # that the devices of a node share, where they are processes on a CPU
+    operations: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    """What was fitted to the operations and messages of this machine (see docs/calibration.md):
+    what each is, and its seconds a call and a unit of work."""
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
@@ -201,13 +207,14 @@ def _read(path: Path) -> Any:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
 
 
-CLUSTER_KEYS = ("summary", "device", "tiers")
+CLUSTER_KEYS = ("summary", "device", "tiers", "cores", "operations", "messages", "points")
 DEVICE_KEYS = (
     "name",
     "memory_bytes",
     "memory_bandwidth_tb_s",
     "peak_tflops",
     "measured_tflops",
+    "constants",
     "sources",
 )
 TIER_KEYS = (
@@ -234,7 +241,31 @@ def _cluster(data: Any, name: str, where: str, gpus: int) -> Cluster:
     if not isinstance(data["tiers"], list) or not data["tiers"]:
         raise UserError(f"{where}: tiers must be a list of one tier or more, from inside out")
     tiers = [_tier(entry, index, where) for index, entry in enumerate(data["tiers"])]
-    return Cluster(name, device, _nested(tiers, where), gpus)
+    _records(data, "points", where)
+    return Cluster(
+        name,
+        device,
+        _nested(tiers, where),
+        gpus,
+        cores=_whole(data, "cores", where) if "cores" in data else None,
+        operations=_records(data, "operations", where),
+        messages=_records(data, "messages", where),
+    )
+
+
+def _records(data: Mapping[str, Any], key: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    """A list of mappings from names to numbers and words."""
+    records = data.get(key, [])
+    if not isinstance(records, list) or not all(_is_record(record) for record in records):
+        raise UserError(f"{where}: {key} must be a list of mappings from names to numbers or words")
+    return tuple(records)
+
+
+def _is_record(record: Any) -> bool:
+    return isinstance(record, dict) and all(
+        isinstance(name, str) and isinstance(value, str | int | float)
+        for name, value in record.items()
+    )
 
 
 def _device(data: Any, key: str, where: str) -> Device:
@@ -247,8 +278,18 @@ def _device(data: Any, key: str, where: str) -> Device:
         memory_bandwidth=_number(data, "memory_bandwidth_tb_s", where) * 1e12,
         peak=_flops(data["peak_tflops"], f"{where}: peak_tflops"),
         measured=_flops(data.get("measured_tflops", {}), f"{where}: measured_tflops"),
-        constants=_constants(key),
+        constants=_constants(key) | _own_constants(data.get("constants", {}), where),
     )
+
+
+def _own_constants(data: Any, where: str) -> dict[str, float]:
+    """What a device says itself about the planner's constants."""
+    where = f"{where}: constants"
+    _check_keys(data, tuple(_read(CONSTANTS)["default"]), (), where)
+    for name, value in data.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise UserError(f"{where}: {name} must be a number of 0 or more, not {value!r}")
+    return dict(data)
 
 
 def _flops(data: Any, where: str) -> dict[str, float]:
