@@ -70,20 +70,20 @@ class _GroupedLinears(torch.autograd.Function):
         weights = [compute_value(p, x.dtype) for p in parameters]
         ctx.counts, ctx.parameters = counts, parameters
         ctx.save_for_backward(x, *weights)
-        return tuple(_grouped_product(x, w.transpose(1, 2), counts) for w in weights)
+        return tuple(grouped_product(x, w.transpose(1, 2), counts) for w in weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        dx = sum(_grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
+        dx = sum(grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
         returned = [
-            _grouped_weight_gradient(p, g, x, w, ctx.counts)
+            grouped_weight_gradient(p, g, x, w, ctx.counts)
             for p, g, w in zip(ctx.parameters, grads, weights, strict=True)
         ]
         return (dx, None, *returned)
 
 
-def _grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
     if x.is_cuda:
         return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
@@ -96,7 +96,7 @@ def _grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     return out
 
 
-def _grouped_weight_gradient(
+def grouped_weight_gradient(
     p: Tensor, grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
