@@ -1,0 +1,165 @@
+"""From points of a CPU to what the planner reads of one (`cluster.cores`). Needs no torch.
+
+A layer's passes are fitted as a whole, to the layers and heads that were measured: what an operation
+takes within a layer, on data that the one before it has left in the cache, is not what it takes by
+itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.calibrate.fit import least_relative_squares
+from fivefold.calibrate.points import Point, rounded
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.cores import Pass
+from fivefold.layout.many import Layouts
+from fivefold.layout.notation import Layout
+from fivefold.model.config import ModelConfig, load_config
+from fivefold.plan.host import work_of
+from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.operations import Operations, head_operations, layer_operations
+
+Floats = NDArray[np.float64]
+Records = list[dict[str, Any]]
+
+IN_CACHE = (2**18, 2**22)
+"""Bytes of the arrays whose copies are like those of a training step on a CPU."""
+
+
+def operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
+    """What a core does: see `cluster.cores.Core`. `cluster` is the machine, as far as known."""
+    passes = {part: _fit_pass(points, cluster, part) for part in ("forward", "backward")}
+    rest = {
+        "copy_byte": _copy_byte(points),
+        "optimizer_element": _optimizer_element(points),
+        "zero_call": 0.0,
+        "step": 0.0,
+    }
+    records = [
+        {"what": part, **{name: rounded(value) for name, value in asdict(found).items()}}
+        for part, found in passes.items()
+    ]
+    return [*records, {"what": "rest", **{name: rounded(v) for name, v in rest.items()}}]
+
+
+# --- passes ------------------------------------------------------------------------------------
+
+
+def _fit_pass(points: Sequence[Point], cluster: Cluster, part: str) -> Pass:
+    chosen = [p for p in points if p.what in ("layer", "head") and p.sizes["part"] == part]
+    work = np.array([block_work(point, cluster) for point in chosen])
+    rates = least_relative_squares(work, np.array([point.cpu_s for point in chosen]))
+    return Pass(*rates.tolist())
+
+
+def block_work(point: Point, cluster: Cluster) -> Floats:
+    """What a measured layer or head has to do [5], in the order of `Pass`."""
+    config, batch = _config(point), int(point.sizes["batch"])
+    job = Job(config, cluster, int(point.sizes["sequence"]), batch, "fp32", ENGINES["fivefold"])
+    layouts = Layouts.of([Layout(micro_batch=batch)])
+    return work_of(job, _operations(point, job, layouts))[:, 0]
+
+
+def _operations(point: Point, job: Job, layouts: Layouts) -> Operations:
+    if point.what == "head":
+        return head_operations(job, layouts)
+    return layer_operations(job, layouts, job.config.layer_kinds[0])
+
+
+def _config(point: Point) -> ModelConfig:
+    """The model that a part was taken of."""
+    sizes = point.sizes
+    keys = {
+        "model_type": "mixtral" if "experts" in sizes else "llama",
+        "vocab_size": sizes["vocabulary"],
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": sizes["width"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "rms_norm_eps": 1e-5,
+    }
+    if "experts" in sizes:
+        keys |= {
+            "num_local_experts": sizes["experts"],
+            "num_experts_per_tok": sizes["experts_per_token"],
+            "router_aux_loss_coef": 0.02,
+        }
+    return load_config(keys)
+
+
+# --- single numbers ----------------------------------------------------------------------------
+
+
+def _copy_byte(points: Sequence[Point]) -> float:
+    low, high = IN_CACHE
+    return statistics.median(
+        point.cpu_s / (2 * int(point.sizes["bytes"]))
+        for point in points
+        if point.what == "memory"
+        and point.sizes["op"] == "copy"
+        and low <= int(point.sizes["bytes"]) <= high
+    )
+
+
+def _optimizer_element(points: Sequence[Point]) -> float:
+    """Of norm and update together, in the largest case that was measured."""
+    largest: dict[str, tuple[int, float]] = {}
+    for point in points:
+        if point.what == "optimizer":
+            elements = int(point.sizes["tensors"]) * int(point.sizes["elements"])
+            op = str(point.sizes["op"])
+            largest[op] = max(largest.get(op, (0, 0.0)), (elements, point.cpu_s / elements))
+    return sum(seconds for _, seconds in largest.values())
+
+
+# --- messages ----------------------------------------------------------------------------------
+
+
+def message_records(points: Sequence[Point], cores: int) -> Records:
+    """Busy and waiting seconds of a call, by operation, ranks of the group and payload: of messages
+    that all processes sent at the same time. Where there are more of them than cores, each waits
+    for its turn on a core as well, which is no part of the message."""
+    processes = max((_talking(p) for p in points if p.what == "message"), default=1)
+    records = []
+    for point in points:
+        sizes = point.sizes
+        talking = point.what == "message" and _talking(point) == processes
+        if not talking or not sizes["bytes"] or sizes["op"] == "all_to_all_rows":
+            continue
+        turns = max(1.0, processes / cores)
+        records.append(
+            {
+                "op": sizes["op"],
+                "ranks": sizes["size"],
+                "bytes": sizes["bytes"],
+                "busy_s": rounded(point.cpu_s),
+                "wait_s": rounded(max(0.0, point.wall_s - turns * point.cpu_s)),
+            }
+        )
+    return records
+
+
+def _talking(point: Point) -> int:
+    return int(point.sizes["size"]) * int(point.sizes["groups"])
+
+
+# --- whole steps -------------------------------------------------------------------------------
+
+
+def with_rest(records: Records, **rest: float) -> Records:
+    """The operations with other numbers in `rest`."""
+    return [
+        {**each, **{name: rounded(value) for name, value in rest.items()}}
+        if each["what"] == "rest"
+        else each
+        for each in records
+    ]
