@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -373,6 +374,25 @@ def train(
         bool | None,
         typer.Option("--resume/--no-resume", help="Go on from the newest checkpoint, or do not."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Predict the run for this cluster: a name, a file, or numbers.",
+        ),
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Write what all ranks did and sent, for https://ui.perfetto.dev.",
+        ),
+    ] = None,
+    timeline_steps: Annotated[
+        int | None, typer.Option("--timeline-steps", metavar="N", help="Steps in it; 3.")
+    ] = None,
 ) -> None:
     """Train the model of a run file, split as its layout says.
 
@@ -383,12 +403,21 @@ def train(
       fivefold train examples/first-run.yaml
       fivefold train examples/first-run.yaml --layout "tp2 pp2" --steps 20
       fivefold train examples/dp.yaml --set optimizer.lr=3e-4 --set data.sequence_length=128
+      fivefold train examples/first-run.yaml --steps 5 --timeline run.pftrace
       torchrun --nproc-per-node 8 -m fivefold train examples/first-run.yaml
     """
-    from fivefold.train.runfile import load_run
+    from fivefold.train.runfile import is_yaml, load_run
 
-    if resume is not None:
-        overrides = [*(overrides or []), f"checkpoint.resume={str(resume).lower()}"]
+    if cluster is not None and is_yaml(cluster):
+        cluster = os.path.abspath(cluster)
+    options = {
+        "checkpoint.resume": resume,
+        "cluster": cluster,
+        "timeline": None if timeline is None else os.path.abspath(timeline),
+        "timeline_steps": timeline_steps,
+    }
+    overrides = list(overrides or [])
+    overrides += [f"{key}={json.dumps(x)}" for key, x in options.items() if x is not None]
     run = load_run(run_file, layout, overrides, steps, out)
 
     from fivefold.train.loop import train as train_run

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Write a file aside and give it its name when it is whole. OSError where that fails."""
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Write a file (text in UTF-8) aside and give it its name when it is whole. OSError where that
+    fails."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(aside, path)

@@ -110,7 +110,52 @@ def test_a_run_shows_its_steps_and_writes_them(
 
     copy = Path(values["out"], "run.yaml")
     assert load_run(copy).model_dump() == run.model_dump()
-    assert sorted(os.listdir(values["out"])) == ["metrics.jsonl", "run.yaml"]
+    assert sorted(os.listdir(values["out"])) == ["metrics.jsonl", "report.json", "run.yaml"]
+
+
+def test_a_run_ends_with_its_plan_beside_it(
+    values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    cluster = {
+        "device": {
+            "name": "a core",
+            "memory_bytes": 8_000_000_000,
+            "memory_bandwidth_tb_s": 0.01,
+            "peak_tflops": {"fp32": 0.05, "bf16": 0.02},
+        },
+        "tiers": [{"name": "loopback", "bandwidth_gb_s": 1, "latency_us": [100, 100, 100]}],
+    }
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
+    layout = "tp2 pp2 dp2 ep2"
+    train(make(values, model=MIXTURE, layout=layout, cluster=str(tmp_path / "here.yaml")))
+    shown = capfd.readouterr().out
+    report = json.loads(Path(values["out"], "report.json").read_text())
+    assert report["ledger"] and not report["ledger_differences"]
+    assert "Every rank sent what the plan says, to the byte, in the last step." in shown
+    assert report["steps"] == 5  # of 6: the first warms up
+    measured = [row["measured_s"] for row in report["seconds"] if row["part"] != "other"]
+    assert sum(measured) == pytest.approx(report["step_s"]["measured"])
+    predicted = [row["predicted_s"] for row in report["seconds"] if row["part"] != "data"]
+    assert sum(predicted) == pytest.approx(report["step_s"]["predicted"])
+    by_part = {row["part"]: row["measured_s"] for row in report["seconds"]}
+    assert min(by_part[part] for part in ("compute", "dp", "tp", "ep", "bubble", "optimizer")) > 0
+    assert by_part["sp"] == by_part["world"] == 0
+    timed = metrics(values)[1:]
+    assert report["step_s"]["measured"] == pytest.approx(
+        sum(row["seconds"] for row in timed) / len(timed), rel=0.05
+    )
+    assert len(report["ranks"]) == 8
+    assert 0 < report["memory"]["measured_bytes"] < 1e9
+    assert 0 < report["memory"]["predicted_bytes"] < 1e9
+    assert re.search(r"^bubble: waiting for a stage +\d.*\d.*%$", shown, re.MULTILINE)
+
+
+def test_a_cluster_that_cannot_compute_as_the_run_does_is_refused_before_it_starts(
+    values: dict[str, Any],
+) -> None:
+    text = refusal(train, make(values, cluster="0.05TFLOPS,8GB,0.01TB/s:8x2GB/s"))
+    assert "has no matrix products in fp32: it has bf16" in text
+    assert not Path(values["out"]).exists()
 
 
 def test_nothing_is_written_without_out(values: dict[str, Any], tmp_path: Path) -> None:

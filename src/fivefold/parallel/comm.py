@@ -1,4 +1,4 @@
-"""Every message of a run is issued here, and written into the ledger here.
+"""Every message of a run is issued here, and written into the ledger and the spans here.
 
 An `Axis` is a group of ranks along one axis of the layout together with the split whose traffic
 it carries. The functions take and return local tensors; gradients are the business of the split
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.ledger import Ledger, Transfer
+from fivefold.spans import Message, Spans
 
 LARGE = 2**18
 """Elements from which gloo's own ring all-reduce, which works in place, costs less processor time
@@ -35,14 +37,35 @@ class Recorder:
     """
 
     ledger: Ledger = field(default_factory=Ledger)
+    spans: Spans = field(default_factory=Spans)
     phase: str = "forward"
     dry: bool = False
     on_call: Callable[[str], None] | None = None  # told of each call before it is made
 
-    def record(self, axis: Axis, op: str, payload_bytes: int, routed: bool = False) -> None:
+    def record(self, axis: Axis, op: str, payload_bytes: int, routed: bool = False) -> Message:
+        """Written down just before it is issued. `Pending` adds when it was waited for."""
         if self.on_call:
             self.on_call(f"{op} of {payload_bytes:,} bytes over {axis.name} ({self.phase})")
         self.ledger.add(Transfer(axis.split, self.phase, op, axis.size, payload_bytes, 1, routed))
+        return self._begin(axis, op, payload_bytes)
+
+    def record_receive(self, axis: Axis) -> Message:
+        """The sender's is the one that the ledger counts."""
+        return self._begin(axis, "receive", 0)
+
+    def _begin(self, axis: Axis, op: str, payload_bytes: int) -> Message:
+        message = Message(
+            axis.split,
+            self.phase,
+            op,
+            axis.size,
+            payload_bytes,
+            axis.name,
+            axis.ranks,
+            perf_counter(),
+        )
+        self.spans.messages.append(message)
+        return message
 
 
 @dataclass(frozen=True)
@@ -68,11 +91,26 @@ class Axis:
 class Pending:
     """A message under way. `wait` finishes it and returns its result."""
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], Tensor],
+        message: Message | None = None,
+    ) -> None:
+        """`message` is its record; None for what is not sent, or part of another message."""
         self._works = works
         self._finish = finish
+        self._message = message
 
     def wait(self) -> Tensor:
+        if self._message is None:
+            return self._wait()
+        self._message.wait_s = perf_counter()
+        result = self._wait()
+        self._message.end_s = perf_counter()
+        return result
+
+    def _wait(self) -> Tensor:
         for work in self._works:
             if work is not None:
                 work.wait()
@@ -80,7 +118,10 @@ class Pending:
 
     def is_done(self) -> bool:
         """Has the message gone? Lets a sender forget buffers without waiting."""
-        return all(work is None or work.is_completed() for work in self._works)
+        done = all(work is None or work.is_completed() for work in self._works)
+        if done and self._message is not None:
+            self._message.end_s = perf_counter()
+        return done
 
 
 def size_in_bytes(x: Tensor) -> int:
@@ -96,28 +137,28 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin to sum (or take the maximum of) contiguous `x` in place."""
     if axis.size == 1:
         return Pending([], lambda: x)
-    axis.recorder.record(axis, "all_reduce", size_in_bytes(x))
+    message = axis.recorder.record(axis, "all_reduce", size_in_bytes(x))
     if axis.recorder.dry:
-        return Pending([], lambda: x)
+        return Pending([], lambda: x, message)
     if not _is_gloo(x):
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         work = dist.all_reduce(x, reduce_op, group=axis.group, async_op=True)
-        return Pending([work], lambda: x)
+        return Pending([work], lambda: x, message)
     if x.numel() >= LARGE and x.dtype == torch.float32 and op == "sum":
         work = dist.all_reduce(x, group=axis.group, async_op=True)
-        return Pending([work], lambda: x)
+        return Pending([work], lambda: x, message)
     if axis.size == 2:
         other = torch.empty_like(x)
         work = _start_swap(x, other, axis)
         combine = torch.maximum if op == "max" else torch.add
-        return Pending([work], lambda: combine(x, other, out=x))
+        return Pending([work], lambda: combine(x, other, out=x), message)
     if x.numel() < 16_384 or op == "max":
         copies = x.new_empty(axis.size, *x.shape)
         work = _start_all_to_all(copies, _repeat(x, axis), axis)
         if op == "max":
-            return Pending([work], lambda: x.copy_(copies.amax(0)))
-        return Pending([work], lambda: _sum_in_order(copies, x))
-    return _start_all_reduce_in_two_hops(x, axis)
+            return Pending([work], lambda: x.copy_(copies.amax(0)), message)
+        return Pending([work], lambda: _sum_in_order(copies, x), message)
+    return _start_all_reduce_in_two_hops(x, axis, message)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -130,21 +171,21 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
         return Pending([], lambda: x)
     if out is None:
         out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    axis.recorder.record(axis, "all_gather", size_in_bytes(out))
+    message = axis.recorder.record(axis, "all_gather", size_in_bytes(out))
     copies = out.view(axis.size, *x.shape)
     if axis.recorder.dry:
         for copy in copies:  # one by one: FSDP2's x is a part of out
             copy.copy_(x)
-        return Pending([], lambda: out)
+        return Pending([], lambda: out, message)
     if not _is_gloo(x):
         work = dist.all_gather_single(out, x.contiguous(), group=axis.group, async_op=True)
-        return Pending([work], lambda: out)
+        return Pending([work], lambda: out, message)
     if axis.size > 2:
-        return Pending([_start_all_to_all(copies, _repeat(x, axis), axis)], lambda: out)
+        return Pending([_start_all_to_all(copies, _repeat(x, axis), axis)], lambda: out, message)
     work = _start_swap(x, copies[1 - axis.index], axis)
     if copies[axis.index].data_ptr() != x.data_ptr():
         copies[axis.index].copy_(x)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out, message)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -155,33 +196,33 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     if axis.size == 1 and out is None:
         return Pending([], lambda: x)
-    axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x))
+    message = axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x))
     if out is None:
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     x = x.contiguous()
     slices = x.view(axis.size, *out.shape)
     if axis.recorder.dry:
-        return Pending([], lambda: out.copy_(slices[axis.index]))
+        return Pending([], lambda: out.copy_(slices[axis.index]), message)
     if not _is_gloo(x):
         work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
-        return Pending([work], lambda: out)
+        return Pending([work], lambda: out, message)
     if axis.size > 2:
         received = torch.empty_like(slices)
         work = _start_all_to_all(received, slices, axis)
-        return Pending([work], lambda: _sum_in_order(received, out))
+        return Pending([work], lambda: _sum_in_order(received, out), message)
     work = _start_swap(slices[1 - axis.index], out, axis)
-    return Pending([work], lambda: out.add_(slices[axis.index]))
+    return Pending([work], lambda: out.add_(slices[axis.index]), message)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Slice i of `x` along dimension 0 goes to rank i; slice i of the result comes from it."""
     if axis.size == 1:
         return x
-    axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
+    message = axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
     if axis.recorder.dry:
         return x
     out = x.new_empty(x.shape)
-    return Pending([_start_all_to_all(out, x.contiguous(), axis)], lambda: out).wait()
+    return Pending([_start_all_to_all(out, x.contiguous(), axis)], lambda: out, message).wait()
 
 
 def all_to_all_rows(
@@ -195,12 +236,12 @@ def all_to_all_rows(
     if axis.size == 1:
         return x
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
-    axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
+    message = axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
     out = x.new_empty(sum(receive), *x.shape[1:])
     if axis.recorder.dry:
         return out.zero_()
     work = _start_all_to_all(out, x.contiguous(), axis, receive, send)
-    return Pending([work], lambda: out).wait()
+    return Pending([work], lambda: out, message).wait()
 
 
 def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
@@ -208,57 +249,58 @@ def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(sum(counts), *x.shape[1:])
-    axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
+    message = axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
     if axis.recorder.dry:
         return out.zero_()
     leaving = _repeat(x, axis).flatten(0, 1)
     work = _start_all_to_all(out, leaving, axis, counts, [x.shape[0]] * axis.size)
-    return Pending([work], lambda: out).wait()
+    return Pending([work], lambda: out, message).wait()
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """Sum over ranks of this rank's `counts[index]` rows: the reverse of all_gather_rows."""
     if axis.size == 1:
         return x
-    axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
+    message = axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
     own = counts[axis.index]
     if axis.recorder.dry:
         return x.split(list(counts))[axis.index].clone()
     received = x.new_empty(axis.size, own, *x.shape[1:])
     arriving = received.flatten(0, 1)
     work = _start_all_to_all(arriving, x.contiguous(), axis, [own] * axis.size, counts)
-    return Pending([work], lambda: _sum_in_order(received, received[0])).wait()
+    return Pending([work], lambda: _sum_in_order(received, received[0]), message).wait()
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the next rank of the ring and receive the previous rank's."""
-    axis.recorder.record(axis, "send", size_in_bytes(x))
+    message = axis.recorder.record(axis, "send", size_in_bytes(x))
     out = torch.empty_like(x)
     if axis.recorder.dry:
-        return Pending([], lambda: out.copy_(x))
+        return Pending([], lambda: out.copy_(x), message)
     leaving, arriving = [0] * axis.size, [0] * axis.size
     leaving[(axis.index + 1) % axis.size] = arriving[(axis.index - 1) % axis.size] = x.numel()
     work = _start_all_to_all(out.view(-1), x.reshape(-1), axis, arriving, leaving)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out, message)
 
 
 def start_send(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the other rank of a two-rank channel."""
-    axis.recorder.record(axis, "send", size_in_bytes(x))
+    message = axis.recorder.record(axis, "send", size_in_bytes(x))
     if axis.recorder.dry:
-        return Pending([], lambda: x)
+        return Pending([], lambda: x, message)
     x = x.contiguous()
     work = dist.isend(x, axis.ranks[1 - axis.index], group=axis.group)
-    return Pending([work], lambda: x)
+    return Pending([work], lambda: x, message)
 
 
 def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
     """Receive a tensor of this shape (dtype and device of `like`) from a channel's other rank."""
+    message = axis.recorder.record_receive(axis)
     if axis.recorder.dry:
-        return Pending([], lambda: like.new_zeros(*shape))
+        return Pending([], lambda: like.new_zeros(*shape), message)
     out = like.new_empty(*shape)
     work = dist.irecv(out, axis.ranks[1 - axis.index], group=axis.group)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out, message)
 
 
 def _is_gloo(x: Tensor) -> bool:
@@ -305,7 +347,7 @@ def _sum_in_order(copies: Tensor, out: Tensor) -> Tensor:
     return out.copy_(total)
 
 
-def _start_all_reduce_in_two_hops(x: Tensor, axis: Axis) -> Pending:
+def _start_all_reduce_in_two_hops(x: Tensor, axis: Axis, message: Message) -> Pending:
     """All-to-all, local sum, all-gather: two hops for any number of ranks."""
     flat = x.view(-1)
     length = -(-flat.numel() // axis.size)
@@ -320,4 +362,4 @@ def _start_all_reduce_in_two_hops(x: Tensor, axis: Axis) -> Pending:
         Pending([second_hop], lambda: padded).wait()
         return x.copy_(padded.view(-1)[: flat.numel()].view_as(x))
 
-    return Pending([first_hop], finish)
+    return Pending([first_hop], finish, message)

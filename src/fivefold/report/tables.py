@@ -82,7 +82,7 @@ def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
 def ledger_table(rows: Sequence[Mapping[str, Any]], who: str) -> Table:
     """What `who` sends in one step, predicted beside measured: calls x bytes of a call; `rows` as
     of `train.check.ledger_rows`."""
-    table = _table(f"{who}, one optimizer step")
+    table = plain_table(f"{who}, one optimizer step")
     table.add_column("split")
     table.add_column("phase")
     table.add_column("operation")
@@ -129,7 +129,7 @@ def _add_total(table: Table, name: str, rows: Sequence[Mapping[str, Any]]) -> No
 def check_report_table(report: Mapping[str, Any]) -> Table:
     """How far the layout is from one process: the keys of `DIFFERENCES` in `report`, in words."""
     steps = f"{report['steps']} step{'s' if report['steps'] > 1 else ''}"
-    table = _table(f"{report['layout']} against one process, {steps}")
+    table = plain_table(f"{report['layout']} against one process, {steps}")
     table.add_column("largest difference in")
     for column in ("found", "allowed"):
         table.add_column(column, justify="right")
@@ -156,7 +156,7 @@ def check_report_table(report: Mapping[str, Any]) -> Table:
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What weights, gradients and optimizer state take on a rank after a step."""
-    table = _table("memory of a rank after a step")
+    table = plain_table("memory of a rank after a step")
     table.add_column("pp", justify="right")
     table.add_column("what")
     for column in ("predicted", "measured"):
@@ -189,13 +189,7 @@ def check_report_notes(report: Mapping[str, Any]) -> list[str]:
         "expert fell otherwise, as rounding may decide in a near-tie."
         for it in report["rerouted"][:5]
     ]
-    for row in report["ledger_differences"][:5]:
-        who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
-        notes.append(
-            f"[bold red]{who}: {row['split']} {row['phase']} {row['op']} of "
-            f"{row['payload_bytes']:,g} bytes over {row['group_size']}: "
-            f"{row['predicted_calls']:g} calls predicted, {row['measured_calls']:g} measured[/]"
-        )
+    notes += map(ledger_difference, report["ledger_differences"][:5])
     if report["ok"]:
         notes.append(f"{report['layout']} computes what one process does, and sends as planned.")
     else:
@@ -203,9 +197,19 @@ def check_report_notes(report: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def ledger_difference(row: Mapping[str, Any]) -> str:
+    """A row that the plan and the run do not share, as of `train.check.compare_ledgers`."""
+    who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
+    return (
+        f"[bold red]{who}: {row['split']} {row['phase']} {row['op']} of "
+        f"{row['payload_bytes']:,g} bytes over {row['group_size']}: "
+        f"{row['predicted_calls']:g} calls predicted, {row['measured_calls']:g} measured[/]"
+    )
+
+
 def layout_table(layout: Layout) -> Table:
     """The axes of a layout that have more than one rank, and the groups of ranks along each."""
-    table = _table(None)
+    table = plain_table(None)
     table.add_column("axis")
     table.add_column("degree", justify="right")
     table.add_column("splits")
@@ -238,7 +242,7 @@ def _first_groups(layout: Layout, axis: str) -> str:
     return f"{', '.join(shown[:2])}, .. {len(rows)} groups"
 
 
-def _table(title: str | None) -> Table:
+def plain_table(title: str | None) -> Table:
     """Narrow enough for a terminal of 80 columns."""
     return Table(
         title=title,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from fivefold.errors import UserError
 from fivefold.files import write_aside
 from fivefold.layout.notation import parse, stated
 from fivefold.model.counts import count_parameters, flops_per_token
+from fivefold.report.timeline import check_writer
+from fivefold.train.beside import RankOutcome, Report, Tally, beside, gather, predict
 from fivefold.train.data import Samples, data_hash
 from fivefold.train.failures import where
 from fivefold.train.launch import BACKENDS, launch
@@ -24,6 +27,7 @@ from fivefold.train.learning_rate import learning_rate
 from fivefold.train.metrics import (
     Reporter,
     StepMetrics,
+    begin_peak_memory,
     check_tensorboard,
     peak_flops_per_s,
     peak_memory_bytes,
@@ -39,6 +43,7 @@ from fivefold.train.torchrun import (
 )
 
 if TYPE_CHECKING:
+    from fivefold.plan.estimate import Estimate
     from fivefold.train.checkpoint import Saved
     from fivefold.train.trainer import StepResult, Trainer
 
@@ -53,10 +58,12 @@ def train(run: Run) -> None:
     been written), WorkerFailure when one of its processes fails.
     """
     check_tensorboard(run)
+    check_writer(run.timeline)
     if joined_by_torchrun():
         _train_joined(run)
         return
     prepared = prepare_run(run)
+    estimate = predict(prepared)
     start = choose_start(prepared)
     if start is not None and start.step >= run.steps:
         return
@@ -66,6 +73,7 @@ def train(run: Run) -> None:
             prepared.layout.world_size,
             prepared,
             start,
+            estimate,
             device=prepared.device,
             timeout_s=run.timeout_s,
         )
@@ -163,6 +171,7 @@ def _train_joined(run: Run) -> None:
     if {"dp", "edp"} & stated(run.layout):
         check_world_size(parse(run.layout).world_size)
     plan = plan_run(run, processes_of_torchrun())
+    estimate = predict(plan)
     join(plan.device, run.timeout_s)
     rank = dist.get_rank()
     try:
@@ -170,7 +179,7 @@ def _train_joined(run: Run) -> None:
         prepared = Prepared(run, plan.config, plan.layout, plan.device, samples)
         start = _agree_on_start(prepared)
         if start is None or start.step < run.steps:
-            train_rank(prepared, start)
+            train_rank(prepared, start, estimate)
         dist.destroy_process_group()
     except UserError:
         raise
@@ -222,14 +231,16 @@ def _agree_on_start(prepared: Prepared) -> Saved | None:
 # --- one rank ----------------------------------------------------------------------------------
 
 
-def train_rank(prepared: Prepared, start: Saved | None) -> None:
-    """What each process does, once the default process group exists."""
+def train_rank(prepared: Prepared, start: Saved | None, estimate: Estimate | None) -> None:
+    """What each process does, once the default process group exists. `estimate`: the plan's side,
+    which is shown beside the run."""
     import torch.distributed as dist
 
     from fivefold.train import checkpoint
     from fivefold.train.trainer import make_trainer
 
     run = prepared.run
+    memory_before = begin_peak_memory()
     where.doing = "building the model"
     trainer = make_trainer(prepared, run.optimizer, run.precision)
     if start is not None:
@@ -240,11 +251,15 @@ def train_rank(prepared: Prepared, start: Saved | None) -> None:
     if dist.get_rank() == 0:
         reporter = _reporter(prepared, start.step if start else 0, header)
     where.doing = ""
+    tally = Tally()
     try:
-        last = _steps(trainer, run, start, reporter)
-        peak = _largest(trainer, peak_memory_bytes())
-        if reporter is not None:
-            reporter.finish(last, peak)
+        last = _steps(trainer, run, start, reporter, tally)
+        peak = peak_memory_bytes()
+        outcome = RankOutcome(tally.mean(), trainer.ledger, peak - memory_before, peak)
+        outcomes = gather(outcome)
+        if reporter is not None and outcomes is not None:
+            reporter.finish(last, max(each.peak_bytes for each in outcomes))
+            _show_beside(run, beside(prepared, estimate, outcomes, max(1, tally.steps)))
     finally:
         if reporter is not None:
             reporter.close()
@@ -273,11 +288,28 @@ def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
     )
 
 
+def _show_beside(run: Run, report: Report) -> None:
+    """Prints the plan beside the run, and writes it where there is a folder."""
+    from rich.console import Console
+
+    from fivefold.report.beside_tables import beside_report
+    from fivefold.report.plan_tables import WIDTH
+
+    # A pipe has no width of its own.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print("", *beside_report(report), sep="\n")
+    if run.out is not None:
+        write_aside(Path(run.out, "report.json"), json.dumps(report, indent=2) + "\n")
+
+
 def _steps(
-    trainer: Trainer, run: Run, start: Saved | None, reporter: Reporter | None
+    trainer: Trainer, run: Run, start: Saved | None, reporter: Reporter | None, tally: Tally
 ) -> StepMetrics:
     """Train to the end of the run; returns what the last step did."""
     from fivefold.train import checkpoint
+    from fivefold.train.watch import Watch
+
+    watch = Watch(run, trainer.axes, finished_steps=start.step if start else 0)
 
     finished, tokens = (start.step, start.tokens) if start else (0, 0)
     skips = 0
@@ -290,6 +322,8 @@ def _steps(
         tokens += result.tokens
         metrics = _metrics(finished, rate, result, time.perf_counter() - began)
         where.doing = ""
+        tally.add(trainer.spans)
+        watch.step(finished, trainer.spans)
         if reporter is not None:
             reporter.step(metrics)
         skips = skips + 1 if result.skipped else 0

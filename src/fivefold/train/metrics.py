@@ -201,6 +201,21 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     return None
 
 
+def begin_peak_memory() -> int:
+    """Forget the peak so far, where the system lets us; the bytes this process has now."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the resident peak
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux, or not allowed: the peak so far stands for it
+        return peak_memory_bytes()
+    return pages * resource.getpagesize()
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process has had: of a GPU by tensors, else all that was resident."""
     import torch

@@ -92,6 +92,9 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     log_every: PositiveInt = 1  # steps
     tensorboard: bool = False
+    timeline: str | None = None  # file of what all ranks did and sent; None: it is not written
+    timeline_steps: PositiveInt = 3  # steps in it, those after the first of the run
+    cluster: str | None = None  # the planner's, whose prediction stands beside the run
     out: str | None = None  # folder of metrics and checkpoints; None: nothing is written
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: PositiveInt = 300  # a collective that waits longer than this has failed
@@ -147,12 +150,17 @@ def load_run(
     return run
 
 
+def is_yaml(text: str) -> bool:
+    """Does a text that may be something else name a YAML file?"""
+    return text.endswith((".yaml", ".yml"))
+
+
 # --- plan files -----------------------------------------------------------------------------
 
 
 def _plan_at(text: str) -> PlanFile | None:
     """The plan file that a layout's text names; None for a line of layout notation."""
-    if not text.endswith((".yaml", ".yml")):
+    if not is_yaml(text):
         return None
     from fivefold.plan.planfile import load
 
@@ -399,12 +407,14 @@ def _with_absolute_paths(run: Run) -> Run:
     def absolute_or_none(path: str | None) -> str | None:
         return None if path is None else absolute(path)
 
-    data, tokenizer = run.data, run.data.tokenizer
+    data, tokenizer, cluster = run.data, run.data.tokenizer, run.cluster
     names_a_file = tokenizer != "bytes" and not tokenizer.startswith("bpe:")
     return run.model_copy(
         update={
             "model": absolute(run.model) if isinstance(run.model, str) else run.model,
             "out": absolute_or_none(run.out),
+            "timeline": absolute_or_none(run.timeline),
+            "cluster": absolute(cluster) if cluster and is_yaml(cluster) else cluster,
             "data": data.model_copy(
                 update={
                     "files": data.files and tuple(absolute(path) for path in data.files),

@@ -28,6 +28,7 @@ from fivefold.parallel.sequence import run as sequence
 from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.shards import Shards, materialise
 from fivefold.parallel.tensor import run as tensor
+from fivefold.spans import Spans
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.failures import where
 from fivefold.train.optimizer import AdamW
@@ -95,6 +96,7 @@ class Trainer:
         )
         self.optimizer = AdamW(self.stages.values(), optimizer)
         self.ledger = Ledger()
+        self.spans = Spans()
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def _own_stages(self) -> range:
@@ -130,23 +132,28 @@ class Trainer:
     def step(self, step: int, lr: float) -> StepResult:
         """Forward, backward and optimizer step number `step` (from 0) with learning rate `lr`."""
         sums, parameters = self.gradients(step)
-        totals = self._total(sums, parameters)
-        result = self._result(totals)
-        if not result.skipped:
-            clip = 1.0
-            if self.clip is not None:
-                clip = min(1.0, self.clip / (result.grad_norm + 1e-6))
-            self.optimizer.step(parameters, lr, grad_scale=clip / result.tokens)
+        with self.spans.doing("optimizer"):
+            totals = self._total(sums, parameters)
+            result = self._result(totals)
+            if not result.skipped:
+                clip = 1.0
+                if self.clip is not None:
+                    clip = min(1.0, self.clip / (result.grad_norm + 1e-6))
+                self.optimizer.step(parameters, lr, grad_scale=clip / result.tokens)
+        self.spans.end()
         return result
 
     def gradients(self, step: int) -> tuple[StepSums, list[LocalParameter]]:
         """Forward and backward passes: gradients of the sum of the global batch's token losses."""
         self.recorder.ledger = self.ledger = Ledger()
-        micro_batches = self._read(step)
+        self.recorder.spans = self.spans = Spans()
+        with self.spans.doing("data"):
+            micro_batches = self._read(step)
         self._valid_tokens = sum(float(batch.valid.sum()) for batch in micro_batches)
         sums = self.pipeline.run_step(micro_batches)
         self.recorder.phase = "optimizer"
-        parameters = [x for data in self.data.values() for x in data.finish()]
+        with self.spans.doing("optimizer"):
+            parameters = [x for data in self.data.values() for x in data.finish()]
         return sums, parameters
 
     def _read(self, step: int) -> list[MicroBatch]:

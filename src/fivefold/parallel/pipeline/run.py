@@ -77,10 +77,11 @@ class PipelineRank:
             self._post_receive(step)
             if following:
                 self._post_receive(following)
-            if step.action.kind == "F":
-                self._forward(step, micro_batches[step.action.micro_batch], sums)
-            else:
-                self._backward(step)
+            with self.axes.recorder.spans.doing(step.action):
+                if step.action.kind == "F":
+                    self._forward(step, micro_batches[step.action.micro_batch], sums)
+                else:
+                    self._backward(step)
         for pending in self._leaving:
             pending.wait()
         return sums

@@ -1,0 +1,164 @@
+"""The plan beside the run, when a run is over: where the seconds, the bytes and the memory went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fivefold.cluster.cluster import load_cluster
+from fivefold.layout.ranks import groups
+from fivefold.ledger import Ledger
+from fivefold.plan.estimate import Estimate, estimate
+from fivefold.plan.job import ENGINES, Job
+from fivefold.spans import PARTS, Spans, seconds
+from fivefold.train.prepare import Plan
+
+Report = dict[str, Any]
+
+ALLOCATED = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Kinds of planned memory that a process's own measure shows: what tensors take."""
+
+
+class Tally:
+    """Where the seconds of this rank's steps went. The first step, which warms up, is left out
+    if there is another one."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] | None = None
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self.steps = 0
+
+    def add(self, spans: Spans) -> None:
+        parts = seconds(spans)
+        if self._first is None:
+            self._first = parts
+            return
+        self.steps += 1
+        for part, value in parts.items():
+            self._sums[part] += value
+
+    def mean(self) -> dict[str, float]:
+        """Seconds of a step, by part."""
+        if self.steps == 0:
+            return self._first or self._sums
+        return {part: value / self.steps for part, value in self._sums.items()}
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank has to tell of a run."""
+
+    seconds: dict[str, float]  # of a step, by part
+    ledger: Ledger  # of the last step
+    memory_bytes: int  # at most, beyond what the process had before the model was built
+    peak_bytes: int  # at most, with that
+
+
+# --- the plan's side ---------------------------------------------------------------------------
+
+
+def predict(plan: Plan) -> Estimate | None:
+    """What the planner says of this very run on the run's cluster; None without one. UserError
+    where the cluster is not known or cannot compute in the run's precision."""
+    run, layout = plan.run, plan.layout
+    if run.cluster is None:
+        return None
+    job = Job(
+        plan.config,
+        load_cluster(run.cluster, layout.world_size),
+        run.data.sequence_length,
+        run.global_batch,
+        run.precision,
+        ENGINES["fivefold"],
+    )
+    return estimate(job, layout)
+
+
+def predicted_seconds(estimate: Estimate) -> dict[str, float]:
+    """The planned seconds by the parts in which a run is measured (but for data, which no plan
+    speaks of) and `other`. Waiting for a message between stages is bubble, as in a run."""
+    parts = dict.fromkeys((*PARTS, "other"), 0.0)
+    del parts["data"]
+    for name, value in estimate.seconds.items():
+        if name.startswith("exposed_"):
+            parts[name.removeprefix("exposed_")] += value
+        elif name in ("bubble", "optimizer"):
+            parts[name] += value
+        elif name in ("compute", "attention", "recompute", "slowed"):
+            parts["compute"] += value
+        else:
+            parts["other"] += value
+    between_stages = sum(
+        row.exposed_s for row in estimate.ledger if row.split == "pp" and row.op == "send"
+    )
+    parts["pp"] -= between_stages
+    parts["bubble"] += between_stages
+    return parts
+
+
+# --- both --------------------------------------------------------------------------------------
+
+
+def gather(outcome: RankOutcome) -> list[RankOutcome] | None:
+    """The outcomes of all ranks, on rank 0. All ranks call this."""
+    import torch.distributed as dist
+
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(outcome, everyone)
+    return cast("list[RankOutcome] | None", everyone)
+
+
+def beside(
+    plan: Plan, estimate: Estimate | None, outcomes: Sequence[RankOutcome], steps: int
+) -> Report:
+    """The plan beside the run, as plain data; None where the plan says nothing.
+
+    The planner speaks of the pipeline rank that works longest; where it speaks, the measured
+    seconds are those of that pipeline rank's ranks, else of all ranks. `steps` were measured.
+    """
+    from fivefold.train.check import compare_ledgers
+
+    layout, run = plan.layout, plan.run
+    rows, differences = compare_ledgers(
+        plan.config,
+        layout,
+        run.data.sequence_length,
+        run.precision,
+        [outcome.ledger for outcome in outcomes],
+    )
+    pp_rank = estimate.ledger[0].stage if estimate and estimate.ledger else None
+    members = range(layout.world_size)
+    if pp_rank is not None:
+        members = groups(layout, "stage")[pp_rank].tolist()
+    measured = {
+        part: sum(outcomes[rank].seconds[part] for rank in members) / len(members) for part in PARTS
+    }
+    predicted = predicted_seconds(estimate) if estimate else {}
+    return {
+        "layout": str(layout),
+        "precision": run.precision,
+        "cluster": run.cluster,
+        "pp_rank": pp_rank,
+        "steps": steps,
+        "step_s": {
+            "predicted": estimate and estimate.step_time_s,
+            "predicted_low": estimate and estimate.step_time_low_s,
+            "predicted_high": estimate and estimate.step_time_high_s,
+            "measured": sum(measured.values()),
+        },
+        "seconds": [
+            {"part": part, "predicted_s": predicted.get(part), "measured_s": measured.get(part)}
+            for part in (*PARTS, "other")
+        ],
+        "memory": {
+            "predicted_bytes": estimate and sum(estimate.memory_bytes[k] for k in ALLOCATED),
+            "measured_bytes": max(outcome.memory_bytes for outcome in outcomes),
+        },
+        "ledger": rows,
+        "ledger_differences": differences,
+        "ranks": [
+            {"rank": rank, "seconds": outcome.seconds, "memory_bytes": outcome.memory_bytes}
+            for rank, outcome in enumerate(outcomes)
+        ],
+    }
