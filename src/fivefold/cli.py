@@ -185,6 +185,12 @@ SaveOption = Annotated[
     str | None,
     typer.Option("--save", metavar="FILE", help="Write the first layout as a plan file."),
 ]
+HereOption = Annotated[
+    bool,
+    typer.Option(
+        "--here", help="On this machine, as `fivefold calibrate` measures it (once) and keeps it."
+    ),
+]
 ListOption = Annotated[
     bool, typer.Option("--list", help="Name the models and clusters that are known.")
 ]
@@ -194,6 +200,7 @@ ListOption = Annotated[
 def plan(
     model: ModelArgument = None,
     cluster: ClusterOption = None,
+    here: HereOption = False,
     gpus: GpusOption = None,
     sequence_length: SequenceOption = None,
     global_batch: BatchOption = None,
@@ -230,10 +237,13 @@ def plan(
       fivefold plan my/config.json --cluster "h100:8x450GB/s,50GB/s" --gpus 64
       fivefold plan llama-2-70b --cluster dgx-a100 --layout "tp8 sp pp4 dp4 zero1"
       fivefold plan mixtral-8x7b --cluster dgx-h100 --gpus 64 --save plan.yaml
+      fivefold plan examples/models/first-run.json --here --engine fivefold --seq 256
     """
     if list_names:
         _print_names(as_json)
         return
+    if here:
+        cluster = _here(cluster)
     from fivefold.plan.question import Options, ask, sequence_tokens
 
     question = ask(
@@ -263,6 +273,21 @@ def plan(
         )
     )
     _show(question, as_json, save)
+
+
+def _here(cluster: str | None) -> str:
+    """The cluster file of this machine, which is measured if that has not been done before."""
+    from fivefold.calibrate.machine import here_path
+
+    if cluster is not None:
+        raise UserError(f"--here names this machine and --cluster {cluster} one too: give one")
+    path = here_path()
+    if not path.is_file():
+        from fivefold.calibrate.run import calibrate as calibrate_here
+
+        calibrate_here(None, None, quick=False)
+        print(f"measured this machine: wrote {path}", file=sys.stderr)
+    return str(path)
 
 
 def _show(question: Question, as_json: bool, save: str | None) -> None:
@@ -472,6 +497,45 @@ def check(
         console.print(memory_table(report["memory"]), "")
         console.print(*check_report_notes(report), sep="\n")
     raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE.yaml", help="Writes there; else into the cache."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", help="Started here: a GPU each; on a CPU, 8."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes, in a quarter of the time.")
+    ] = False,
+) -> None:
+    """Measure this machine, for plans that are made for it.
+
+    Times the program's own operations and messages, in a minute or two, and writes a cluster file.
+    Starts the local processes itself; under torchrun it joins those that torchrun started.
+
+    \b
+    Examples:
+      fivefold calibrate
+      fivefold calibrate --processes 4 --out here.yaml
+      fivefold plan examples/models/first-run.json --here --engine fivefold --seq 256
+    """
+    from fivefold.calibrate.run import calibrate as calibrate_here
+
+    done = calibrate_here(out, processes, quick)
+    if done is None:  # rank 0 tells
+        return
+    from rich.console import Console
+
+    from fivefold.report.calibration import calibration_table
+
+    print(done.summary)
+    Console(highlight=False).print(calibration_table(done.fits))
+    print(f"wrote {done.path}; try: fivefold plan MODEL --cluster {done.path}")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from fivefold.calibrate import machine
 from fivefold.calibrate.grid import Grid
 from fivefold.calibrate.points import Point, merged
 from fivefold.train.launch import launch, preload
+from fivefold.train.metrics import peak_flops_per_s
 from fivefold.train.torchrun import describe_here, join
 
 PATIENCE_S = 1800.0
@@ -33,6 +34,7 @@ class Measured:
     processes_per_node: int
     cores: int  # of a node, which its processes share; on a CPU
     processors: int  # multiprocessors of a GPU
+    peak: dict[str, float]  # FLOP/s by precision, of the data sheet where it is known
     points: list[Point]
 
 
@@ -92,8 +94,14 @@ def _measured(
         processes_per_node=local,
         cores=machine.cores(),
         processors=processors,
+        peak=_data_sheet(name) if device == "cuda" else {},
         points=points + merged([seen[-1] for seen in by_rank]),
     )
+
+
+def _data_sheet(name: str) -> dict[str, float]:
+    peaks = {precision: peak_flops_per_s(name, precision) for precision in ("bf16", "fp32")}
+    return {precision: peak for precision, peak in peaks.items() if peak is not None}
 
 
 def _work(grid: Grid, device: str, cores: int, processes_per_node: int) -> Seen:

@@ -19,9 +19,9 @@ from fivefold.parallel.comm import Axis, Recorder
 from fivefold.parallel.mesh import make_axes
 
 GROUP_SIZES = (2, 4, 8)
-ROUNDS = 5
 FEW_BYTES = 64 * 2**10
-"""Up to this size a round has several calls."""
+"""Messages of up to this size are sent more often, since what they take depends most on when the
+system wakes whom."""
 ROW = 16
 """Elements of a row of an uneven all-to-all."""
 MANY_HEADS = 1 << 20
@@ -140,8 +140,8 @@ def _measure(
     size = group.axis.size
     elements = max(1, size_bytes // 4 // size) * size
     call, sent = make(torch.zeros(elements, device=device), group)
-    calls = 8 if size_bytes <= FEW_BYTES else 2
-    wall_s, cpu_s = _seconds(call if group.talks else None, calls, device)
+    rounds, calls = (12, 8) if size_bytes <= FEW_BYTES else (6, 2)
+    wall_s, cpu_s = _seconds(call if group.talks else None, rounds, calls, device)
     ranks = group.channel.ranks if name == "send" and group.channel else (0, group.stride)
     sizes = {
         "op": name,
@@ -154,15 +154,18 @@ def _measure(
 
 
 def _barrier(device: torch.device) -> Point:
-    wall_s, cpu_s = _seconds(dist.barrier, 8, device)
+    wall_s, cpu_s = _seconds(dist.barrier, 12, 8, device)
     sizes = {"op": "barrier", "size": dist.get_world_size(), "groups": 1, "stride": 1, "bytes": 0}
     return Point("message", sizes, wall_s, cpu_s, "fp32")
 
 
-def _seconds(call: Call | None, calls: int, device: torch.device) -> tuple[float, float]:
-    """Medians over rounds of the seconds a call; ranks without a call wait."""
+def _seconds(
+    call: Call | None, rounds: int, calls: int, device: torch.device
+) -> tuple[float, float]:
+    """Medians over rounds of the seconds a call, after one that does not count; ranks without a
+    call wait."""
     walls, cpus = [], []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         dist.barrier()
         _finish(device)
         if call is None:

@@ -183,6 +183,17 @@ def load_cluster(text: str, gpus: int) -> Cluster:
     return _checked(cluster)
 
 
+def devices_of(text: str) -> int | None:
+    """How many devices a cluster file says that its machine has; None where it does not say, and
+    for clusters that are named otherwise."""
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return None
+    data = _read(path)
+    stated = isinstance(data, dict) and "devices" in data
+    return _whole(data, "devices", text) if stated else None
+
+
 def load_device(name: str) -> Device:
     """The device of that name in the catalogue."""
     key = name.strip().lower()
@@ -213,7 +224,16 @@ def _read(path: Path) -> Any:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
 
 
-CLUSTER_KEYS = ("summary", "device", "tiers", "cores", "operations", "messages", "points")
+CLUSTER_KEYS = (
+    "summary",
+    "devices",
+    "device",
+    "tiers",
+    "cores",
+    "operations",
+    "messages",
+    "points",
+)
 DEVICE_KEYS = (
     "name",
     "memory_bytes",
@@ -247,6 +267,8 @@ def _cluster(data: Any, name: str, where: str, gpus: int) -> Cluster:
     if not isinstance(data["tiers"], list) or not data["tiers"]:
         raise UserError(f"{where}: tiers must be a list of one tier or more, from inside out")
     tiers = [_tier(entry, index, where) for index, entry in enumerate(data["tiers"])]
+    if "devices" in data:
+        _whole(data, "devices", where)
     _records(data, "points", where)
     return Cluster(
         name,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.cluster.cluster import MOST_DEVICES, Cluster, load_cluster
+from fivefold.cluster.cluster import MOST_DEVICES, Cluster, devices_of, load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.layout.words import join_or
@@ -267,6 +267,8 @@ def _gpus(options: Options) -> int:
     gpus = options.gpus
     if gpus is None and options.layout is not None and stated(options.layout) & {"dp", "edp"}:
         gpus = parse(options.layout).world_size
+    if gpus is None:
+        gpus = devices_of(options.cluster or "")
     if gpus is None:
         raise UserError("plan needs --gpus, the number of devices, such as 1024")
     if gpus < 1:
