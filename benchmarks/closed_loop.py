@@ -279,7 +279,9 @@ def main() -> None:
     else:
         print("", *lines(results), "", *sentences(found), sep="\n")
     if options.write:
-        table = "\n".join([*sentences(found), "", "![](figures/closed-loop.svg)", "", *lines(results)])
+        table = "\n".join(
+            [*sentences(found), "", "![](figures/closed-loop.svg)", "", *lines(results)]
+        )
         pages.write(PAGE, {"closed loop": table})
         points = [(r.measured_s, r.predicted_s, r.model) for r in results]
         write_aside(FIGURE, predicted_against_measured_here(points))

@@ -1,14 +1,14 @@
 """From points of a CPU to what the planner reads of one (`cluster.cores`). Needs no torch.
 
-A layer's passes are fitted as a whole, to the layers and heads that were measured: what an operation
-takes within a layer, on data that the one before it has left in the cache, is not what it takes by
-itself.
+A layer's passes are fitted as a whole, to the layers and heads that were measured: what an
+operation takes within a layer, on data that the one before it has left in the cache, is not what it
+takes by itself.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
-from fivefold.cluster.cluster import Cluster
+from fivefold.calibrate.steps import step_and_zero_call_s
+from fivefold.cluster.cluster import Cluster, cluster_of
 from fivefold.cluster.cores import Pass
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
@@ -33,7 +34,22 @@ IN_CACHE = (2**18, 2**22)
 """Bytes of the arrays whose copies are like those of a training step on a CPU."""
 
 
-def operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
+def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Records]:
+    """The lists of a cluster file, by their keys. `top` is the rest of the file."""
+    devices = top["devices"]
+    machine = cluster_of(top, "here", "here", devices)
+    lists = {
+        "operations": _operation_records(points, machine),
+        "messages": message_records(points, top["cores"]),
+    }
+    if any(point.what == "step" and point.sizes["size"] == 2 for point in points):
+        cluster = cluster_of({**top, **lists}, "here", "here", devices)
+        step_s, zero_call_s = step_and_zero_call_s(points, cluster)
+        lists["operations"][-1] |= {"step": rounded(step_s), "zero_call": rounded(zero_call_s)}
+    return lists
+
+
+def _operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
     """What a core does: see `cluster.cores.Core`. `cluster` is the machine, as far as known."""
     passes = {part: _fit_pass(points, cluster, part) for part in ("forward", "backward")}
     rest = {
@@ -150,16 +166,3 @@ def message_records(points: Sequence[Point], cores: int) -> Records:
 
 def _talking(point: Point) -> int:
     return int(point.sizes["size"]) * int(point.sizes["groups"])
-
-
-# --- whole steps -------------------------------------------------------------------------------
-
-
-def with_rest(records: Records, **rest: float) -> Records:
-    """The operations with other numbers in `rest`."""
-    return [
-        {**each, **{name: rounded(value) for name, value in rest.items()}}
-        if each["what"] == "rest"
-        else each
-        for each in records
-    ]

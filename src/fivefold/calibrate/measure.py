@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.calibrate import machine
+from fivefold.calibrate import machine, steps
 from fivefold.calibrate.grid import Grid
 from fivefold.calibrate.points import Point, merged
 from fivefold.train.launch import launch, preload
@@ -49,7 +49,16 @@ def measure_locally(grid: Grid, device: str, processes: int) -> Measured:
     by_rank = launch(
         _work, processes, grid, device, cores, processes, device=device, timeout_s=PATIENCE_S
     )
-    return _measured(by_rank, device, processes, processes, [start])
+    whole = list(_steps(processes)) if device == "cpu" else []
+    return _measured(by_rank, device, processes, processes, [start, *whole])
+
+
+def _steps(processes: int) -> Iterator[Point]:
+    """Whole steps of a tiny model, as far as there are processes for them."""
+    for text in steps.LAYOUTS:
+        world_size = steps.layout_of(text).world_size
+        if world_size <= processes:
+            yield from merged([[p] for p in launch(steps.measure_step, world_size, text)])
 
 
 def measure_joined(grid: Grid, device: str) -> Measured | None:

@@ -6,11 +6,16 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from fivefold.calibrate.cores import Records, fit_cores
 from fivefold.calibrate.fit import Fit, fit_messages, fit_operations
 from fivefold.calibrate.machine import here_path
 from fivefold.errors import UserError
 from fivefold.train.torchrun import joined_by_torchrun, processes_of_torchrun
+
+if TYPE_CHECKING:
+    from fivefold.calibrate.measure import Measured
 
 PROCESSES = 8
 """Of a CPU, unless told otherwise: groups of 2, 4 and 8."""
@@ -63,12 +68,18 @@ def calibrate(out: str | None, processes: int | None, quick: bool) -> Calibrated
     messages = fit_messages(measured.points, device)
     top = head(measured)
     lists = {
-        "operations": [each.record() for each in operations],
-        "messages": [each.record() for each in messages],
+        **_read_by_the_planner(top, measured),
         "points": [point.record() for point in measured.points],
     }
     write(path, as_text(top, lists))
     return Calibrated(path, top["summary"], [*operations, *messages])
+
+
+def _read_by_the_planner(top: dict[str, Any], measured: Measured) -> dict[str, Records]:
+    """On a CPU what its cores do and send; a GPU is described by the constants of its device."""
+    if measured.device != "cpu":
+        return {}
+    return fit_cores(top, measured.points)
 
 
 def _check_processes(processes: int | None, joined: bool) -> None:

@@ -172,14 +172,14 @@ def load_cluster(text: str, gpus: int) -> Cluster:
         path = Path(text)
         if not path.is_file():
             raise UserError(f"there is no cluster file {text}")
-        cluster = _cluster(_read(path), path.stem, text, gpus)
+        cluster = cluster_of(_read(path), path.stem, text, gpus)
     elif ":" in text:
         cluster = _from_line(text, gpus)
     else:
         path = CATALOGUE / f"{text.lower()}.yaml"
         if "/" in text or not path.is_file():
             raise UserError(f"unknown cluster {text!r}: {_nearest(text, catalogue_names())}")
-        cluster = _cluster(_read(path), text.lower(), path.name, gpus)
+        cluster = cluster_of(_read(path), text.lower(), path.name, gpus)
     return _checked(cluster)
 
 
@@ -258,7 +258,8 @@ TIER_KEYS = (
 )
 
 
-def _cluster(data: Any, name: str, where: str, gpus: int) -> Cluster:
+def cluster_of(data: Any, name: str, where: str, gpus: int) -> Cluster:
+    """The cluster that a mapping describes, read from `where`. UserError for a wrong one."""
     _check_keys(data, CLUSTER_KEYS, ("device", "tiers"), where)
     if isinstance(data["device"], str):
         device = load_device(data["device"])
