@@ -34,7 +34,7 @@ if __package__ in (None, ""):  # run as a script: make the packages importable
 import numpy as np
 
 from benchmarks import pages
-from benchmarks.plots import predicted_against_measured_here
+from benchmarks.plots import predicted_beside_measured
 from benchmarks.throughput import DENSE, MIXTURE
 from fivefold.calibrate.run import calibrate
 from fivefold.cluster.cluster import load_cluster
@@ -181,8 +181,8 @@ def run(model: str, layout: Layout, favourite: bool, cluster: str, steps: int) -
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's."""
-    places = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*places)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def regrets(results: Iterable[Result]) -> dict[str, float]:
@@ -221,7 +221,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
     """A table in Markdown, which reads well on a terminal too."""
-    yield "| model | layout | step: predicted, ms | measured | error | memory: predicted, MB | measured | error |"
+    yield "| model | layout | step, ms: planned | run | error | memory, MB: planned | run | error |"
     yield "| --- | --- | --: | --: | --: | --: | --: | --: |"
     for each in sorted(results, key=lambda r: (r.model, r.processes, r.measured_s)):
         star = " *" if each.favourite else ""
@@ -251,7 +251,7 @@ def sentences(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cluster", metavar="FILE.yaml")
     parser.add_argument("--layouts", type=int, default=36, metavar="N")
     parser.add_argument("--steps", type=int, default=5, metavar="N")
@@ -284,7 +284,7 @@ def main() -> None:
         )
         pages.write(PAGE, {"closed loop": table})
         points = [(r.measured_s, r.predicted_s, r.model) for r in results]
-        write_aside(FIGURE, predicted_against_measured_here(points))
+        write_aside(FIGURE, predicted_beside_measured(points, "s").svg())
 
 
 def _calibrated() -> str:

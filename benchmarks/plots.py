@@ -27,7 +27,12 @@ def predicted_against_measured(rows: Sequence[Scored], memory: bool = False) -> 
     ]
     scale = 1e9 if memory else 1.0
     points = [(m / scale, p / scale, kind) for m, p, kind in pairs if m and p]
-    canvas, unit = Canvas(560, 560), "GB" if memory else "s"
+    return predicted_beside_measured(points, "GB" if memory else "s")
+
+
+def predicted_beside_measured(points: Sequence[tuple[float, float, str]], unit: str) -> Canvas:
+    """Of points (measured, predicted, dense or MoE)."""
+    canvas = Canvas(560, 560)
     values = [value for m, p, _ in points for value in (m, p)] or [1.0]
     low, high = floor(log10(min(values)) * 4) / 4, floor(log10(max(values)) * 4 + 1) / 4
 

@@ -8,6 +8,7 @@ formula's time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -87,7 +88,7 @@ class Simulated:
     pipeline_s: float  # from the first forward to the last backward
     once_s: float  # before and after
     step_s: float
-    slowdown: float = 1.0  # seconds that a second of work takes where ranks share cores
+    slowdowns: tuple[float, ...] = ()  # by pipeline rank, where ranks share cores (`sharing`)
 
 
 def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
@@ -115,12 +116,11 @@ def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Sim
 
 def _simulate_shared(job: Job, layout: Layout, stages: Stages, cores: int) -> Simulated:
     """On cores that the ranks share. What is once a step all ranks do at the same time."""
-    share = max(1.0, layout.world_size / cores)
-    ranks = stages.time.ranks.values()
+    share, ranks = stages.cores_share, stages.time.ranks.values()
     once = max(_number(rank.once) * share + _number(rank.waits.once) for rank in ranks)
     shared = stages.on_shared_cores(cores)
     step = shared.pipeline_s + once + job.cluster.core.step * share
-    return Simulated(stages, shared.pipeline_s, once, step, shared.slowdown)
+    return Simulated(stages, shared.pipeline_s, once, step, shared.slowdowns)
 
 
 def _one_of(value: Any, index: int) -> Any:
@@ -220,6 +220,11 @@ class Stages:
         compute = self._stage_compute()
         ranks = range(layout.pp)
         self.compute = {rank: [compute[s] for s in rank_stages(layout, rank)] for rank in ranks}
+
+    @property
+    def cores_share(self) -> float:
+        """Processes for each core, where they share cores and all are busy."""
+        return max(1.0, self.layout.world_size / (self.job.cluster.cores or math.inf))
 
     def rank_of(self, role: str) -> int:
         """The pipeline rank that stands for a role."""
@@ -370,12 +375,29 @@ def _waits_s(simulated: Simulated, rank: Rank) -> float:
     return simulated.pipeline_s + simulated.once_s - works
 
 
-def _exposed_s(simulated: Simulated, rank: Rank) -> list[float]:
+def _exposed_s(simulated: Simulated, role: str) -> list[float]:
     """The exposed seconds of each of the rank's rows. Those of messages between stages are no more
     than it waits at all: the pipeline decides which of them it waits for."""
+    rank = simulated.stages.time.ranks[role]
+    if simulated.stages.job.cluster.cores:
+        return [_exposed_on_cores(simulated, role, row) for row in rank.rows]
     sends = sum(_number(row.exposed) for row in rank.rows if _between_stages(row))
     share = min(1.0, max(0.0, _waits_s(simulated, rank)) / sends) if sends else 0.0
     return [_number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
+
+
+def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
+    """What is busy takes longer where cores are shared; waiting does not."""
+    if sharing.beside_compute(row.transfer):
+        return 0.0
+    slower = _slowdown(simulated, role)
+    if row.transfer.phase == "optimizer":
+        slower = simulated.stages.cores_share
+    return slower * _number(row.seconds - row.waits) + _number(row.waits)
+
+
+def _slowdown(simulated: Simulated, role: str) -> float:
+    return simulated.slowdowns[simulated.stages.rank_of(role)]
 
 
 def _between_stages(row: Row) -> bool:
@@ -388,6 +410,8 @@ def _happens(row: Row) -> bool:
 
 def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     """The step of one pipeline rank, in parts that add up to it."""
+    if simulated.stages.job.cluster.cores:
+        return _seconds_on_cores(simulated, role)
     stages = simulated.stages
     rank = stages.time.ranks[role]
     m = _number(rank.micro_batches)
@@ -395,7 +419,7 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.recompute)
     exposed: dict[str, float] = {}
     sends = 0.0
-    for row, seconds in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
+    for row, seconds in zip(rank.rows, _exposed_s(simulated, role), strict=True):
         if not _happens(row):
             continue
         key = f"exposed_{row.transfer.split}"
@@ -416,6 +440,29 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     }
 
 
+def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
+    """The same where ranks share cores: all that is busy takes as much longer."""
+    stages, slowdown = simulated.stages, _slowdown(simulated, role)
+    rank, share = stages.time.ranks[role], stages.cores_share
+    m = slowdown * _number(rank.micro_batches)
+    arithmetic = stages.rank_compute(stages.rank_of(role))
+    seconds = {
+        "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
+        "attention": m * arithmetic.attention,
+        "recompute": m * arithmetic.recompute,
+        "slowed": 0.0,  # by messages beside compute, which take their part of the core
+        "optimizer": share * _number(rank.optimizer),
+        "other": share * stages.job.cluster.core.step,
+    }
+    for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):
+        key = f"exposed_{row.transfer.split}"
+        if _happens(row) and not sharing.beside_compute(row.transfer):
+            seconds[key] = seconds.get(key, 0.0) + exposed
+        elif _happens(row):
+            seconds["slowed"] += slowdown * _number(row.seconds - row.waits)
+    return {**seconds, "bubble": simulated.step_s - sum(seconds.values())}
+
+
 # The ledger
 
 
@@ -425,7 +472,7 @@ def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterat
     places = members(cluster, Layouts.of([layout]))
     stage = simulated.stages.rank_of(role)
     rows: dict[tuple[Any, ...], list[float]] = {}
-    for row, exposed in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
+    for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):
         transfer = row.transfer
         calls, size = _number(transfer.calls), int(_number(transfer.group_size))
         if not _happens(row):

@@ -16,6 +16,7 @@ class Row:
     transfer: Transfer
     seconds: Numbers  # of all its calls in a step
     exposed: Numbers  # the part that no compute hides
+    waits: Numbers = 0.0  # the part of `seconds` in which a core is free (`cluster.cores`)
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,14 @@ def rank(cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes) 
     rows, send = [], 0.0
     for each in traffic.messages:
         transfer, when = each.transfer, _when(each.transfer)
-        waited = 0.0 if _beside_compute(transfer) else each.waits
-        if _between_stages(transfer):
-            send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
-            waited = 0.0  # the pipeline knows when a rank waits for a message
-        rows.append(Row(transfer, each.total + each.waits, each.total + waited))
+        seconds = each.total + each.waits
         busy[when] = busy[when] + each.total
-        waits[when] = waits[when] + waited
+        if _between_stages(transfer):  # the pipeline knows when a rank waits for one
+            send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
+        exposed = seconds * (not beside_compute(transfer))
+        rows.append(Row(transfer, seconds, exposed, each.waits))
+        if not beside_compute(transfer):
+            waits[when] = waits[when] + each.waits
     optimizer = cluster.core.optimizer_element * _elements(work)
     return Rank(
         layers=Passes(
@@ -96,9 +97,9 @@ def _when(transfer: Transfer) -> str:
     return "once" if transfer.phase == "optimizer" else transfer.phase
 
 
-def _beside_compute(transfer: Transfer) -> bool:
+def beside_compute(transfer: Transfer) -> bool:
     """Does the program start the message and compute on before it needs its result?"""
-    if transfer.axis == "ring":
+    if transfer.axis == "ring" or _between_stages(transfer):
         return True
     if transfer.split == "dp":
         return transfer.phase == "backward"
@@ -151,7 +152,7 @@ class Shared:
     """A pipeline whose ranks share cores."""
 
     pipeline_s: float  # from the first forward to the last backward
-    slowdown: float  # seconds that busy ranks took for a second of work, on average
+    slowdowns: tuple[float, ...]  # by rank: seconds that it was busy for a second of work
 
 
 @dataclass
@@ -163,6 +164,8 @@ class _State:
     work_s: float = 0.0  # left of the action it is in
     free_at_s: float | None = None  # when the wait after its work ends; None: before that
     started: bool = False
+    worked_s: float = 0.0  # so far, and what that took
+    busy_s: float = 0.0
 
     @property
     def action(self) -> Action | None:
@@ -185,7 +188,7 @@ def simulate(
     """
     states = [_State(row) for row in schedule.table]
     arrives_s: dict[Action, float] = {}
-    now_s = works_s = takes_s = 0.0
+    now_s = 0.0
 
     def ready_s(rank: int, action: Action) -> float:
         """When all that the action needs is there; infinity where that is not known yet."""
@@ -214,8 +217,9 @@ def simulate(
         if not events:
             break
         took_s, now_s = min(events) - now_s, min(events)
-        works_s += took_s * rate * len(busy)
-        takes_s += took_s * len(busy)
+        for state in busy:
+            state.worked_s += took_s * rate
+            state.busy_s += took_s
         for state in states:
             action = state.action
             if action is None or not state.started:
@@ -227,4 +231,5 @@ def simulate(
             if state.free_at_s is not None and state.free_at_s <= now_s:
                 arrives_s[action] = now_s
                 state.done, state.started, state.free_at_s = state.done + 1, False, None
-    return Shared(now_s, takes_s / works_s if works_s else 1.0)
+    slowdowns = (state.busy_s / state.worked_s if state.worked_s else 1.0 for state in states)
+    return Shared(now_s, tuple(slowdowns))

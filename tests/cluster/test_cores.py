@@ -1,0 +1,68 @@
+"""A machine whose devices are processes on the cores of a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fivefold.cluster.cores import Core, Pass, core_of, message_s
+from fivefold.errors import UserError
+
+PASS = {
+    "product_flop": 1e-11,
+    "product_byte": 2e-10,
+    "attention_flop": 3e-11,
+    "light_byte": 4e-11,
+    "operation": 5e-6,
+}
+REST = {"copy_byte": 1e-11, "optimizer_element": 2e-9, "zero_call": 1e-3, "step": 2e-3}
+OPERATIONS = [
+    {"what": "forward", **PASS},
+    {"what": "backward", **{name: 2 * value for name, value in PASS.items()}},
+    {"what": "rest", **REST},
+]
+MESSAGES = [
+    {"op": "all_reduce", "ranks": 2, "bytes": 1000, "busy_s": 1e-4, "wait_s": 5e-5},
+    {"op": "all_reduce", "ranks": 2, "bytes": 3000, "busy_s": 3e-4, "wait_s": 5e-5},
+    {"op": "all_reduce", "ranks": 4, "bytes": 1000, "busy_s": 3e-4, "wait_s": 9e-5},
+    {"op": "all_reduce", "ranks": 4, "bytes": 3000, "busy_s": 5e-4, "wait_s": 9e-5},
+]
+
+
+def test_a_core_is_read_from_the_operations_of_a_file():
+    core = core_of(OPERATIONS, "here")
+    assert core == Core(Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST)
+
+
+def test_a_pass_adds_up_the_seconds_of_its_work():
+    work = np.array([[1e9, 2e9], [1e6, 0.0], [1e8, 0.0], [1e6, 0.0], [10.0, 0.0]])
+    expected = 1e9 * 1e-11 + 1e6 * 2e-10 + 1e8 * 3e-11 + 1e6 * 4e-11 + 10 * 5e-6
+    assert Pass(**PASS).seconds(work) == pytest.approx([expected, 0.02])
+
+
+def test_a_part_that_was_not_measured_is_named():
+    without = [dict(OPERATIONS[0]), OPERATIONS[1], OPERATIONS[2]]
+    del without[0]["light_byte"]
+    with pytest.raises(UserError, match="here has cores but no light_byte of 'forward'"):
+        core_of(without, "here")
+
+
+def test_messages_between_measured_sizes_and_groups_are_interpolated():
+    found = message_s(MESSAGES, "all_reduce", [2, 2, 3], [1000, 2000, 1000])
+    assert found.busy == pytest.approx([1e-4, 2e-4, 2e-4])
+    assert found.wait == pytest.approx([5e-5, 5e-5, 7e-5])
+
+
+def test_messages_beyond_the_largest_go_on_in_proportion_and_groups_do_not():
+    found = message_s(MESSAGES, "all_reduce", [2, 16], [6000, 3000])
+    assert found.busy == pytest.approx([6e-4, 5e-4])
+
+
+def test_a_group_of_one_sends_nothing():
+    found = message_s(MESSAGES, "all_reduce", 1, 1000)
+    assert found.busy.tolist() == found.wait.tolist() == [0.0]
+
+
+def test_a_message_that_was_not_measured_is_named():
+    with pytest.raises(UserError, match="no message send"):
+        message_s(MESSAGES, "send", 2, 1000)

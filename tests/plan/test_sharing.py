@@ -1,0 +1,125 @@
+"""Ranks that are processes on the cores of one CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fivefold.layout.notation import parse
+from fivefold.model.config import load_config
+from fivefold.parallel.pipeline.schedules import build
+from fivefold.parallel.pipeline.schedules import simulate as simulate_alone
+from fivefold.plan.estimate import estimate, simulate
+from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.search import Wishes, search
+from fivefold.plan.sharing import simulate as simulate_shared
+from tests.parallel.dry import TINY
+from tests.plan.cores import cluster
+
+BIG = TINY | {"hidden_size": 240, "intermediate_size": 480, "head_dim": 20, "num_hidden_layers": 4}
+
+
+def job(processes: int, global_batch: int = 8, **changes) -> Job:
+    return Job(
+        load_config(BIG),
+        cluster(processes, **changes),
+        sequence_length=128,
+        global_batch=global_batch,
+        precision="fp32",
+        engine=ENGINES["fivefold"],
+    )
+
+
+def step_s(text: str, cores: int = 2, **changes) -> float:
+    layout = parse(text)
+    (found,) = simulate(
+        job(layout.world_size, layout.global_batch, cores=cores, **changes), [layout]
+    )
+    return found.step_s
+
+
+# One pipeline on shared cores
+
+
+def passes(schedule, forward: float, backward: float) -> dict[str, list[float]]:
+    return {"F": [forward] * schedule.stages, "B": [backward] * schedule.stages}
+
+
+def test_a_pipeline_with_a_core_for_each_process_runs_as_on_devices():
+    schedule = build("1f1b", 4, 1, 8)
+    shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.1, 2, 8)
+    assert shared.pipeline_s == pytest.approx(simulate_alone(schedule, 1, 2, 0.1).step_s)
+    assert shared.slowdowns == pytest.approx([1.0] * 4)
+
+
+def test_on_one_core_a_pipeline_takes_all_the_work_there_is():
+    schedule = build("1f1b", 4, 1, 8)
+    shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.0, 1, 1)
+    assert shared.pipeline_s == pytest.approx(4 * 8 * 3)
+
+
+def test_bubbles_cost_less_where_other_ranks_want_the_core():
+    """Two cores for four ranks: more than the work, less than with half of a core for each."""
+    schedule = build("1f1b", 4, 1, 8)
+    shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.0, 1, 2)
+    assert 4 * 8 * 3 / 2 <= shared.pipeline_s < 2 * simulate_alone(schedule, 1, 2).step_s
+    assert all(1.0 < slowdown < 2.0 for slowdown in shared.slowdowns)
+
+
+def test_a_wait_leaves_the_core_to_others():
+    """Two ranks on one core: while one waits for messages the other works."""
+    schedule = build("1f1b", 2, 1, 8)
+    work, waits = passes(schedule, 1, 1), passes(schedule, 1, 1)
+    shared = simulate_shared(schedule, work, waits, 0.0, 1, 1)
+    one_after_the_other = 2 * 8 * 2 * 2
+    assert 2 * 8 * 2 <= shared.pipeline_s < 0.8 * one_after_the_other
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_work_is_never_done_faster_than_the_cores_can(name):
+    schedule = build(name, 3, 1, 5)
+    busy = {"F": [1.0, 2.0, 1.5], "B": [2.0, 3.0, 2.5]}
+    waits = {"F": [0.1, 0.0, 0.2], "B": [0.0, 0.3, 0.1]}
+    shared = simulate_shared(schedule, busy, waits, 0.05, 2, 3)
+    assert shared.pipeline_s >= 2 * 5 * (sum(busy["F"]) + sum(busy["B"])) / 3
+
+
+# Whole layouts
+
+
+def test_two_processes_on_two_cores_halve_the_work_and_on_one_core_they_do_not():
+    alone, two = step_s("mb2 ga4"), step_s("dp2 mb2 ga2")
+    assert 0.5 * alone < two < 0.65 * alone
+    assert step_s("dp2 mb2 ga2", cores=1) > alone
+
+
+def test_more_processes_than_cores_gain_nothing():
+    assert step_s("dp8 mb1 ga1") > step_s("dp2 mb1 ga4")
+
+
+def test_messages_cost_their_part_of_the_core_and_their_wait():
+    cheap, dear = step_s("tp2 mb2 ga4"), step_s("tp2 mb2 ga4", busy_s=12e-4)
+    messages = 4 * (4 * 2 * 2 + 1 + 1 + 2)  # micro-batches; layers, embedding, head and loss
+    assert dear - cheap == pytest.approx(messages * 1e-3, rel=0.1)
+    assert step_s("tp2 mb2 ga4", wait_s=13e-4) > cheap + 4 * 4 * 2 * 1e-3
+
+
+def test_an_estimate_says_where_the_step_goes():
+    layout = parse("dp2 tp2 pp2 mb1 ga4")
+    found = estimate(job(8), layout)
+    assert sum(found.seconds.values()) == pytest.approx(found.step_time_s)
+    assert found.seconds["exposed_tp"] > 0
+    assert all(value >= -1e-12 for value in found.seconds.values()), found.seconds
+
+
+def test_compute_takes_as_much_longer_as_the_cores_are_shared():
+    one, eight = estimate(job(1), parse("mb1 ga8")), estimate(job(8), parse("dp8 mb1 ga1"))
+    assert eight.seconds["compute"] == pytest.approx(one.seconds["compute"] / 2, rel=1e-3)
+
+
+def test_a_search_finds_the_same_best_layout_as_looking_at_each():
+    asked = job(4)
+    best = search(asked, Wishes(top=5)).best
+    again = simulate(asked, [each.layout for each in best])
+    assert np.argmin([each.step_s for each in again]) == 0
+    assert best[0].step_time_s == pytest.approx(again[0].step_s)
