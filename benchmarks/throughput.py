@@ -24,11 +24,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+if __package__ in (None, ""):  # run as a script: make the packages importable
+    _ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "src")]
+
 import numpy as np
 import torch
 import torch.distributed as dist
-from plain import PlainLoop
 
+from benchmarks.plain import PlainLoop
 from fivefold.layout import legality
 from fivefold.layout.notation import parse, stated, with_global_batch
 from fivefold.model.config import load_config
