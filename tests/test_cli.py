@@ -387,11 +387,11 @@ def test_train_refuses_a_plan_for_something_else(
 def test_train_refuses_a_schedule_that_is_only_planned(capsys, tmp_path, run_file):
     path = tmp_path / "plan.yaml"
     path.write_text(
-        f"layout: pp2 ga4 schedule=zb-h1\nmodel: '{TINY}'\ncluster: dgx-h100\ngpus: 2\n"
+        f"layout: pp2 ga4 schedule=dualpipe\nmodel: '{TINY}'\ncluster: dgx-h100\ngpus: 2\n"
         "sequence_length: 64\nglobal_batch: 4\n"
     )
     line = sentence(capsys, main(["train", run_file, "--layout", str(path)]))
-    assert "schedule=zb-h1 can be planned, not run yet" in line
+    assert "schedule=dualpipe can be planned, not run" in line
 
 
 def test_layout_explains_a_schedule_that_is_only_planned(capsys):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from fivefold.layout.notation import parse
 from fivefold.layout.ranks import dense_ranks, groups
-from fivefold.parallel.pipeline.schedules import Schedule, build, simulate
+from fivefold.parallel.pipeline.schedules import build
+from fivefold.parallel.pipeline.simulation import simulate
+from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.sequence.positions import ring_positions
 
 FOLDER = Path(__file__).parent

@@ -126,7 +126,7 @@ def test_a_rule_about_the_layout_alone(text: str, neighbour: str, words: list[st
         (Layout(dp=0, dp_replicate=2), "dp must be 1 or more, not 0"),
         (Layout(zero=4), "0 to 3, not 4"),
         (Layout(recompute="all"), "none, selective or full"),
-        (Layout(schedule="interleaved", pp=2, vpp=2), "gpipe, 1f1b, zb-h1"),
+        (Layout(schedule="interleaved", pp=2, vpp=2), "gpipe, 1f1b, bfs, zb-h1"),
         (Layout(order=("tp", "dp")), "order=tp-dp"),
         (Layout(pp=2, layers=(8, 0)), "stage 1 0 layers"),
         (Layout(recompute_layers=2), "recompute=none takes no number of layers"),
@@ -287,7 +287,7 @@ def test_no_more_layers_are_recomputed_than_a_stage_has(text: str, most: int):
     assert violations(parse(within), model) == []
 
 
-# Schedules that are planned, not run
+# Schedules with rules of their own
 
 
 @pytest.mark.parametrize(
@@ -305,17 +305,18 @@ def test_no_more_layers_are_recomputed_than_a_stage_has(text: str, most: int):
         ("pp3 ga8 schedule=dualpipe", "pp4 ga8 schedule=dualpipe", ["pp 3", "pp4 ga8"]),
     ],
 )
-def test_a_rule_of_a_planned_schedule(text: str, neighbour: str, words: list[str]):
+def test_a_rule_of_a_schedule(text: str, neighbour: str, words: list[str]):
     (message,) = violations(parse(text), running=False)
     assert all(word in message for word in words), message
     assert violations(parse(neighbour), running=False) == []
 
 
 def test_a_schedule_without_a_program_can_be_planned_and_is_refused_before_a_run():
-    layout = parse("pp2 vpp2 ga4 schedule=dualpipe-v")
+    layout = parse("pp2 ga4 schedule=dualpipe")
     assert violations(layout, running=False) == []
     assert only_violation(str(layout)) == (
-        "schedule=dualpipe-v can be planned, not run yet: what runs is gpipe or 1f1b"
+        "schedule=dualpipe can be planned, not run: it keeps two copies of the stages; "
+        "the nearest that runs has one, schedule=dualpipe-v with vpp2"
     )
 
 

@@ -144,7 +144,10 @@ def test_stated_names_the_tokens_of_the_text_only():
         ("recompute=selective:4", "recompute=full:4"),
         ("recompute=full:x", "recompute=full:4"),
         ("recompute=full:0", "recomputed layers must be 1 or more, not 0"),
-        ("schedule=dualpipes", "gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe or dualpipe-v"),
+        (
+            "schedule=dualpipes",
+            "gpipe, 1f1b, bfs, zb-h1, zb-v, dualpipe-v, interleaved or dualpipe",
+        ),
         ("layers=8,x", "'x' in layers=8,x"),
         ("layers=", "write 8 or 8*14"),
         ("layers=8,0", "layers of a stage must be 1 or more, not 0"),

@@ -6,12 +6,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
-from fivefold.parallel.pipeline.schedules import build, check, simulate, validate
+from fivefold.parallel.pipeline.proof import validate
+from fivefold.parallel.pipeline.schedules import build, check
+from fivefold.parallel.pipeline.simulation import simulate
+from fivefold.parallel.pipeline.table import Schedule
 from fivefold.plan.pipeline import in_flight, pipeline_step_s
+from tests.parallel.pipeline.drawn import schedules
 
 
 class Case(NamedTuple):
@@ -188,17 +191,15 @@ def test_an_unknown_schedule_is_refused():
 # Activations
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 4), st.integers(1, 20))
-def test_what_is_in_flight_is_what_the_simulation_holds(
-    schedule: str, pp: int, vpp: int, micro_batches: int
-):
-    if schedule == "gpipe":
-        vpp = 1
-    if vpp > 1:
-        micro_batches *= pp
-    held = in_flight(schedule, pp, vpp, micro_batches, np.arange(pp))
-    simulated = simulate(build(schedule, pp, vpp, micro_batches), 1.0, 2.0)
-    assert tuple(held) == simulated.peak_in_flight
+@given(schedules())
+def test_what_is_in_flight_is_what_the_simulation_holds(schedule: Schedule):
+    numbers = schedule.name, schedule.pp, schedule.vpp, schedule.micro_batches
+    held = in_flight(*numbers, np.arange(schedule.pp))
+    simulated = simulate(schedule, 1.0, 2.0).peak_in_flight
+    if schedule.name == "zb-v" and schedule.micro_batches < 2 * schedule.pp - 1:
+        assert np.all(held >= simulated)  # too few micro-batches to fill it
+    else:
+        assert tuple(held) == simulated
 
 
 def test_more_micro_batches_hold_no_more_in_1f1b_and_all_of_them_in_gpipe():
@@ -246,7 +247,7 @@ def test_any_number_of_micro_batches_finishes_or_is_refused(
 def test_many_layouts_of_all_schedules_are_timed_at_once():
     number = 100_000
     names = np.resize([*SCHEDULES, *PLANNED_SCHEDULES], number)
-    two_chunks = np.isin(names, ["zb-v", "dualpipe-v"])
+    two_chunks = np.isin(names, ["zb-v", "dualpipe-v", "bfs"])
     times = np.random.default_rng(0).uniform(0.5, 1.5, (3, number))
     step_s = pipeline_step_s(names, 8, 1 + two_chunks, 64, times, 2 * times, 0.1)
     assert np.all(step_s > 64 * 3 * times.min(axis=0))

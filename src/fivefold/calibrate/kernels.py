@@ -116,7 +116,7 @@ class Kernels:
                 ),
                 "input": lambda g=grad, v=values, c=counts: grouped_product(g, v, c),
                 "weight": lambda p=weight, g=grad, r=rows, v=values, c=counts: (
-                    grouped_weight_gradient(p, g, r, v, c)
+                    grouped_weight_gradient(p, g, r, v.shape, c)
                 ),
             }
             for part, call in calls.items():

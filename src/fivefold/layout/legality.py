@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import UserError
+from fivefold.layout.actions import is_table_file, read_table
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import (
     FIELDS,
@@ -157,9 +158,11 @@ def recompute_mode_is_known(layout: Layout) -> str:
     return f"recompute={layout.recompute} is not known: it may be {join_or(RECOMPUTE)}"
 
 
-@rule(lambda layout: _is_one_of(layout.schedule, (*SCHEDULES, *PLANNED_SCHEDULES)))
+@rule(
+    lambda layout: _is_one_of(layout.schedule, (*SCHEDULES, *PLANNED_SCHEDULES)) | _has_file(layout)
+)
 def schedule_is_known(layout: Layout) -> str:
-    known = (*SCHEDULES, *PLANNED_SCHEDULES)
+    known = (*SCHEDULES, *PLANNED_SCHEDULES, "a file, table.csv")
     return f"schedule={layout.schedule} is not known: it may be {join_or(known)}"
 
 
@@ -180,6 +183,11 @@ def _is_one_of(value: Any, names: tuple[str, ...]) -> Any:
     return np.any([value == name for name in names], axis=0)
 
 
+def _has_file(layout: Degrees) -> bool:
+    """Is the schedule a table in a file? Of many layouts none is: those are planned."""
+    return isinstance(layout.schedule, str) and is_table_file(layout.schedule)
+
+
 VALUE_RULES = (
     degrees_are_positive,
     zero_stage_exists,
@@ -193,14 +201,15 @@ VALUE_RULES = (
 # A layout that will be run
 
 
-@rule(lambda layout: _is_one_of(layout.schedule, SCHEDULES))
-def schedule_has_a_program(layout: Layout) -> str:
+@rule(lambda layout: np.logical_not(layout.runs_both_ways))
+def stages_have_one_copy(layout: Layout) -> str:
     return (
-        f"schedule={layout.schedule} can be planned, not run yet: what runs is {join_or(SCHEDULES)}"
+        f"schedule={layout.schedule} can be planned, not run: it keeps two copies of the stages; "
+        "the nearest that runs has one, schedule=dualpipe-v with vpp2"
     )
 
 
-RUN_RULES = (schedule_has_a_program,)
+RUN_RULES = (stages_have_one_copy,)
 
 
 # The layout alone
@@ -304,7 +313,15 @@ def experts_have_ranks(layout: Layout) -> str:
 def gpipe_has_one_chunk(layout: Layout) -> str:
     return (
         f"schedule gpipe runs one chunk a rank but vpp is {layout.vpp}: use vpp1, or "
-        "schedule=1f1b, which interleaves the chunks"
+        "schedule=1f1b, which interleaves the chunks, or schedule=bfs, gpipe with chunks"
+    )
+
+
+@rule(lambda layout: (layout.schedule != "bfs") | (layout.vpp > 1))
+def breadth_first_has_chunks(layout: Layout) -> str:
+    return (
+        f"schedule=bfs runs one chunk of a rank after the other but vpp is {layout.vpp}: use vpp2, "
+        "or schedule=gpipe, which is bfs with one chunk"
     )
 
 
@@ -322,13 +339,22 @@ def interleaving_fills_the_ranks(layout: Layout) -> str:
     )
 
 
-@rule(lambda layout: (layout.pp > 1) | _is_one_of(layout.schedule, SCHEDULES))
-def planned_schedule_has_a_pipeline(layout: Layout) -> str:
+def _has_fixed_chunks(layout: Degrees) -> Any:
+    """Is the schedule one for a certain number of chunks, and for a pipeline only?"""
+    return (layout.schedule == "zb-h1") | layout.runs_both_ways | _is_v(layout)
+
+
+def _is_v(layout: Degrees) -> Any:
+    return _is_one_of(layout.schedule, ("zb-v", "dualpipe-v"))
+
+
+@rule(lambda layout: (layout.pp > 1) | np.logical_not(_has_fixed_chunks(layout)))
+def schedule_has_a_pipeline(layout: Layout) -> str:
     return f"schedule={layout.schedule} orders the work of a pipeline, but pp is 1: use pp2 or 1f1b"
 
 
-@rule(lambda layout: _is_one_of(layout.schedule, SCHEDULES) | (layout.vpp == 1 + layout.turns_back))
-def planned_schedule_has_its_chunks(layout: Layout) -> str:
+@rule(lambda layout: np.logical_not(_has_fixed_chunks(layout)) | (layout.vpp == 1 + _is_v(layout)))
+def schedule_has_its_chunks(layout: Layout) -> str:
     chunks = 1 + layout.turns_back
     return f"schedule={layout.schedule} is for vpp {chunks}, not vpp {layout.vpp}: use vpp{chunks}"
 
@@ -360,13 +386,34 @@ def dualpipe_halves_ranks_and_micro_batches(layout: Layout) -> str:
     )
 
 
+def _file_degrees(layout: Layout) -> dict[str, int]:
+    file = read_table(layout.schedule)
+    return {"pp": file.pp, "vpp": file.vpp, "ga": file.micro_batches}
+
+
+@rule(
+    lambda layout: (
+        not _has_file(layout)
+        or _file_degrees(layout) == {"pp": layout.pp, "vpp": layout.vpp, "ga": layout.accumulation}
+    )
+)
+def table_is_for_the_layout(layout: Layout) -> str:
+    wanted = " ".join(f"{name}{value}" for name, value in _file_degrees(layout).items())
+    return (
+        f"{layout.schedule} is a table for {wanted}, not for pp{layout.pp} vpp{layout.vpp} "
+        f"ga{layout.accumulation}: change the layout, or the global batch, from which ga follows"
+    )
+
+
 SCHEDULE_RULES = (
     gpipe_has_one_chunk,
+    breadth_first_has_chunks,
     interleaving_fills_the_ranks,
-    planned_schedule_has_a_pipeline,
-    planned_schedule_has_its_chunks,
+    schedule_has_a_pipeline,
+    schedule_has_its_chunks,
     dualpipe_is_filled,
     dualpipe_halves_ranks_and_micro_batches,
+    table_is_for_the_layout,
 )
 
 LAYOUT_RULES = (

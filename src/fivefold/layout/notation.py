@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.layout.actions import FOLD, is_table_file, read_table
 from fivefold.layout.words import (
     divisors,
     join_or,
@@ -29,10 +30,10 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 """The default rank order, innermost (fastest varying) axis first."""
 
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b")
-"""The pipeline schedules that can be run."""
-PLANNED_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""Schedules that the planner knows beside them; nothing runs them yet."""
+SCHEDULES = ("gpipe", "1f1b", "bfs", "zb-h1", "zb-v", "dualpipe-v")
+"""The pipeline schedules that can be run; a table in a file (`*.csv`) can be run too."""
+PLANNED_SCHEDULES = ("dualpipe",)
+"""Schedules that are planned, timed and drawn beside them, but not run."""
 
 
 class Degrees:
@@ -110,6 +111,8 @@ class Degrees:
     @property
     def turns_back(self) -> Any:
         """Do the chunks go down the ranks and up again in a V, so that rank 0 has both ends?"""
+        if isinstance(self.schedule, str) and is_table_file(self.schedule):
+            return read_table(self.schedule).placement == FOLD
         return (self.schedule == "zb-v") | (self.schedule == "dualpipe-v")
 
     @property
@@ -134,7 +137,7 @@ class Layout(Degrees):
     tp: int = 1  # tensor parallel degree
     sp: bool = False  # megatron sequence parallelism: activations split over the tp ranks
     pp: int = 1  # pipeline stages
-    vpp: int = 1  # chunks of layers a pipeline rank (more than 1: interleaved 1F1B)
+    vpp: int = 1  # chunks of layers a pipeline rank (1f1b with more than 1: interleaved 1F1B)
     dp: int = 1  # data parallel degree, dp_replicate * dp_shard
     dp_replicate: int = 1  # groups of the dp ranks that only replicate (HSDP)
     zero: int = 0  # ZeRO stage, 0 to 3
@@ -146,7 +149,7 @@ class Layout(Degrees):
     accumulation: int = 1  # micro-batches a step on one dp rank ("ga")
     recompute: str = "none"  # "none", "selective" (attention only) or "full" (whole layers)
     recompute_layers: int = 0  # of "full": the first N layers of each virtual stage; 0 = all
-    schedule: str = "1f1b"  # one of SCHEDULES; 1f1b with vpp > 1 is the interleaved one
+    schedule: str = "1f1b"  # one of the schedules above, or the path of a table (`actions`)
     order: tuple[str, ...] = ORDER  # rank order, innermost first
     layers: tuple[int, ...] | None = None  # layers of each virtual stage, in model order
 
@@ -196,7 +199,7 @@ FORMS = {
     "sp": "sp",
     **{name: f"{name}N" for name in (*DEGREES, "edp")},
     "recompute": "recompute=none|selective|full|full:N",
-    "schedule": "schedule=" + "|".join((*SCHEDULES, "interleaved", *PLANNED_SCHEDULES)),
+    "schedule": "schedule=" + "|".join((*SCHEDULES, "interleaved", *PLANNED_SCHEDULES, "FILE.csv")),
     "order": "order=" + "-".join(ORDER),
     "layers": "layers=N,N*times,N",
 }
@@ -251,8 +254,9 @@ def stated(text: str) -> frozenset[str]:
 def _read(text: str) -> dict[str, Any]:
     """The value of each token stated, by the token's name."""
     values: dict[str, Any] = {}
-    for token in text.lower().split():
-        name, value = _read_token(token)
+    for token in text.split():
+        names_file = token.lower().startswith("schedule=") and is_table_file(token)
+        name, value = _read_token(token if names_file else token.lower())
         if name in values:
             raise UserError(f"layout token {name} is stated twice: keep one of them")
         values[name] = value
@@ -261,6 +265,8 @@ def _read(text: str) -> dict[str, Any]:
 
 def _read_token(token: str) -> tuple[str, Any]:
     name, equals, value = token.partition("=")
+    if equals and name.lower() == "schedule" and is_table_file(value):
+        return "schedule", value
     if equals and name in ("recompute", "schedule", "order", "layers"):
         return name, _read_value(name, value)
     match = re.fullmatch(r"([a-z_]+)(-?[0-9]*)", token)

@@ -105,6 +105,16 @@ def rank_stages(layout: Layout, rank: int) -> list[int]:
     return [int(chunk_stage(layout, rank, chunk)) for chunk in range(chunks_a_rank(layout))]
 
 
+def stage_ranks(layout: Layout) -> list[int]:
+    """The pipeline rank of each virtual stage (with two copies of the stages, of the first)."""
+    ranks = {
+        stage: rank
+        for rank in range(layout.pp)
+        for stage in rank_stages(layout, rank)[: layout.vpp]
+    }
+    return [ranks[stage] for stage in range(layout.stages)]
+
+
 def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
     size, larger = divmod(num_layers, stages)
     return (size + 1,) * larger + (size,) * (stages - larger)

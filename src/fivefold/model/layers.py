@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fivefold.model.config import ModelConfig
 from fivefold.model.linear import Entry, closing_linear, linears, unchanged
-from fivefold.model.parameters import compute_value, differentiable, take_gradient
+from fivefold.model.parameters import compute_value, differentiable, hand_over, weight_gradients
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ weight.float()).unsqueeze(-1) / x.shape[-1]
         dx = (grad.float() * weight).addcmul_(normalized, mean, value=-1).mul_(scale)
         dweight = product.flatten(0, -2).sum(0)
-        return dx.to(x.dtype), take_gradient(ctx.parameter, dweight), None
+        return dx.to(x.dtype), hand_over(ctx.parameter, dweight), None
 
 
 class RMSNorm(nn.Module):
@@ -186,10 +186,15 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         ids, held = ctx.saved_tensors
-        main_grad = getattr(ctx.parameter, "main_grad", None)
-        total = main_grad if main_grad is not None else grad.new_zeros(ctx.shape)
-        total.index_add_(0, ids[held], grad[held].to(total.dtype))
-        return None, None if main_grad is not None else total, None, None
+        p, shape = ctx.parameter, ctx.shape
+
+        def of_rows() -> list[Tensor | None]:
+            main_grad = getattr(p, "main_grad", None)
+            total = main_grad if main_grad is not None else grad.new_zeros(shape)
+            total.index_add_(0, ids[held], grad[held].to(total.dtype))
+            return [None if main_grad is not None else total]
+
+        return None, weight_gradients([p], of_rows)[0], None, None
 
 
 class Embedding(nn.Module):

@@ -8,7 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fivefold.model.parameters import compute_value, differentiable, take_gradient, use
+from fivefold.model.parameters import (
+    are_put_off,
+    compute_value,
+    differentiable,
+    take_gradient,
+    use,
+    weight_gradients,
+)
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -52,7 +59,8 @@ class _Linears(torch.autograd.Function):
     """y_i = x w_i^T + b_i for several weights that share x.
 
     Only this rank's part of x is kept for the backward pass; it is gathered again for the weight
-    gradients, and the sum of the input gradient over ranks runs beside their computation.
+    gradients, and the sum of the input gradient over ranks runs beside their computation, unless
+    they are put off.
     """
 
     @staticmethod
@@ -61,7 +69,7 @@ class _Linears(torch.autograd.Function):
         biases = [compute_value(p, x.dtype) for p in parameters[count:]]
         ctx.entry, ctx.parameters, ctx.count = entry, parameters, count
         ctx.save_for_backward(x, *weights)
-        full = entry.gather(x) if entry else x
+        full = _gathered(x, entry)
         rows = full.reshape(-1, full.shape[-1])
         outputs = []
         for i, weight in enumerate(weights):
@@ -74,7 +82,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        entry, count = ctx.entry, ctx.count
+        entry, count, parameters = ctx.entry, ctx.count, ctx.parameters
         rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = pending = None
         if ctx.needs_input_grad[0]:
@@ -82,16 +90,28 @@ class _Linears(torch.autograd.Function):
             for g, weight in zip(rows_of[1:], weights[1:], strict=True):
                 add_product(dx, g, weight)
             dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
-        full = entry.gather(x) if entry else x
+        # Gathered before the sum over ranks begins, which then runs beside the products.
+        full = None if are_put_off() else _gathered(x, entry)
         if dx is not None and entry:
             pending = entry.reduce(dx)
-        rows = full.reshape(-1, full.shape[-1])
-        returned: list[Tensor | None] = []
-        for p, g in zip(ctx.parameters[:count], rows_of, strict=True):
-            returned.append(_weight_gradient(p, g, rows))
-        for p, g in zip(ctx.parameters[count:], rows_of, strict=False):
-            returned.append(take_gradient(p, g.float().sum(0).to(g.dtype)))
-        return (pending.wait() if pending else dx, None, None, *returned)
+
+        def of_weights() -> list[Tensor | None]:
+            inputs = _gathered(x, entry) if full is None else full
+            rows = inputs.reshape(-1, inputs.shape[-1])
+            found = [
+                _weight_gradient(p, g, rows)
+                for p, g in zip(parameters[:count], rows_of, strict=True)
+            ]
+            for p, g in zip(parameters[count:], rows_of, strict=False):
+                found.append(take_gradient(p, g.float().sum(0).to(g.dtype)))
+            return found
+
+        of_parameters = weight_gradients(parameters, of_weights)
+        return (pending.wait() if pending else dx, None, None, *of_parameters)
+
+
+def _gathered(x: Tensor, entry: Entry | None) -> Tensor:
+    return x if entry is None else entry.gather(x)
 
 
 def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fivefold.model.config import ModelConfig
 from fivefold.model.layers import MLP, gated
 from fivefold.model.linear import add_product, linears, product
-from fivefold.model.parameters import compute_value, differentiable
+from fivefold.model.parameters import compute_value, differentiable, weight_gradients
 
 
 class Exchange(Protocol):
@@ -76,11 +76,15 @@ class _GroupedLinears(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         dx = sum(grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
-        returned = [
-            grouped_weight_gradient(p, g, x, w, ctx.counts)
-            for p, g, w in zip(ctx.parameters, grads, weights, strict=True)
-        ]
-        return (dx, None, *returned)
+        parameters, counts, shapes = ctx.parameters, ctx.counts, [w.shape for w in weights]
+
+        def of_weights() -> list[Tensor | None]:
+            return [
+                grouped_weight_gradient(p, g, x, shape, counts)
+                for p, g, shape in zip(parameters, grads, shapes, strict=True)
+            ]
+
+        return (dx, None, *weight_gradients(parameters, of_weights))
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
@@ -97,7 +101,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 
 
 def grouped_weight_gradient(
-    p: Tensor, grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]
+    p: Tensor, grad: Tensor, x: Tensor, shape: torch.Size, counts: list[int]
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
     main_grad = getattr(p, "main_grad", None)
@@ -107,7 +111,7 @@ def grouped_weight_gradient(
             return total
         main_grad += total
         return None
-    total = main_grad if main_grad is not None else torch.zeros_like(weight)
+    total = main_grad if main_grad is not None else x.new_zeros(shape)
     for group, g, rows in zip(total, grad.split(counts), x.split(counts), strict=True):
         add_product(group, g.t(), rows)
     return None if main_grad is not None else total

@@ -8,6 +8,9 @@ inside a layer all arithmetic is on local tensors. Its gradient goes one of two 
   an addition a weight, and makes accumulation fp32 whatever the compute precision;
 - to `.grad` through autograd, where FSDP2 looks for it (ZeRO 1-3).
 
+A split backward pass puts the weights' gradients off (`put_off`): whoever would hand one over
+leaves instead what is to be done, and the pipeline does it when its schedule says so.
+
 Where there is a `main_grad` there is a `main_value` too, the local values as a plain tensor: to ask
 a DTensor for them in each use of each weight costs processor time that shows in small models.
 """
@@ -15,6 +18,8 @@ a DTensor for them in each use of each weight costs processor time that shows in
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +70,52 @@ def compute_value(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p.compute_copy  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_put_off: list[Callable[[], None]] | None = None
+
+
+@contextmanager
+def put_off(later: list[Callable[[], None]]) -> Iterator[None]:
+    """While backward passes run here, the work on weights' gradients is not done but added to
+    `later`, in the order in which it would have been done."""
+    # Not a context variable: autograd may run a backward pass in a thread of its own.
+    global _put_off
+    _put_off = later
+    try:
+        yield
+    finally:
+        _put_off = None
+
+
+def are_put_off() -> bool:
+    return _put_off is not None
+
+
+def do_or_put_off(work: Callable[[], None]) -> None:
+    """Do what comes after some weights have their gradients."""
+    if _put_off is None:
+        work()
+    else:
+        _put_off.append(work)
+
+
+def weight_gradients(
+    parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
+) -> Sequence[Tensor | None]:
+    """What the backward of an autograd function returns for its parameters: the gradients that
+    `compute` makes, None where it has added one to main_grad; or None for all when put off."""
+    if not are_put_off():
+        return compute()
+    assert _put_off is not None
+
+    def later() -> None:
+        for p, grad in zip(parameters, compute(), strict=True):
+            if grad is not None:
+                torch.autograd.backward(p, grad)
+
+    _put_off.append(later)
+    return [None] * len(parameters)
+
+
 def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
     """Hand over a weight's gradient: into main_grad, or back to autograd in the weight's dtype."""
     main_grad = getattr(p, "main_grad", None)
@@ -72,6 +123,11 @@ def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
         return grad.to(p.dtype)
     main_grad += grad
     return None
+
+
+def hand_over(p: Tensor, grad: Tensor) -> Tensor | None:
+    """What the backward of an autograd function returns for its one parameter, which is small."""
+    return weight_gradients([p], lambda: [take_gradient(p, grad)])[0]
 
 
 class _Use(torch.autograd.Function):
@@ -82,7 +138,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return take_gradient(ctx.parameter, grad), None
+        return hand_over(ctx.parameter, grad), None
 
 
 def use(p: nn.Parameter, dtype: torch.dtype) -> Tensor:

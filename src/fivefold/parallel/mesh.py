@@ -20,21 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.layout.notation import Layout
 from fivefold.layout.ranks import coordinates, dense_ranks, groups, sparse_ranks
+from fivefold.layout.stages import stage_ranks
 from fivefold.parallel.comm import Axis, Recorder
 
+Channels = dict[tuple[str, int, int], Axis]
+"""One-way links of this rank's pipeline, by what they carry ("forward": activations, "backward":
+their gradients) and the pipeline ranks from and to which; those that begin or end on this rank.
 
-@dataclass(frozen=True)
-class Channels:
-    """One-way two-rank links to the pipeline neighbours; None where there is no such neighbour.
-
-    Each direction has a process group of its own, so that activations and gradients that cross
-    can never wait for each other.
-    """
-
-    forward_out: Axis | None  # activations to the next stage
-    forward_in: Axis | None  # activations from the previous one
-    backward_out: Axis | None  # gradients to the previous one
-    backward_in: Axis | None  # gradients from the next one
+Each has a process group of its own, so that messages that cross can never wait for each other, and
+what one rank reads of another is in the order in which that one writes it.
+"""
 
 
 @dataclass(frozen=True)
@@ -183,24 +178,19 @@ def _first_and_last(layout: Layout) -> np.ndarray:
 
 
 def _make_channels(layout: Layout, make: _GroupMaker) -> Channels:
-    """Neighbours along the pipeline; with chunks (vpp) it closes to a ring."""
-    if layout.pp == 1:
-        return Channels(None, None, None, None)
-    made: dict[str, Axis] = {}
+    """Between the ranks of stages that follow each other: neighbours along the pipeline, which
+    chunks close to a ring, or a V makes go both ways."""
+    links = set()
+    for earlier, later in itertools.pairwise(stage_ranks(layout)):
+        if earlier != later:
+            links |= {("forward", earlier, later), ("backward", later, earlier)}
+    channels: Channels = {}
     for pipeline in groups(layout, "pp").tolist():
-        links = list(itertools.pairwise(pipeline))
-        if layout.vpp > 1:
-            links.append((pipeline[-1], pipeline[0]))
-        for earlier, later in links:
-            forward = make.channel("pp forward", earlier, later)
-            backward = make.channel("pp backward", later, earlier)
-            if forward is None or backward is None:
-                continue
-            first = forward.index == 0
-            made["forward_out" if first else "forward_in"] = forward
-            made["backward_in" if first else "backward_out"] = backward
-    names = ("forward_out", "forward_in", "backward_out", "backward_in")
-    return Channels(*(made.get(name) for name in names))
+        for carries, source, target in sorted(links):
+            channel = make.channel(f"pp {carries}", pipeline[source], pipeline[target])
+            if channel is not None:
+                channels[carries, source, target] = channel
+    return channels
 
 
 def _mesh(ranks: np.ndarray, axes: dict[str, Axis], zero: bool) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from fivefold.errors import UserError
-from fivefold.layout.notation import SCHEDULES, Layout
+from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers
 from fivefold.plan.estimate import Simulated, simulate
 from fivefold.plan.job import Job
@@ -55,7 +55,7 @@ def _with_list(job: Job, simulated: Simulated) -> tuple[Layout | None, float]:
     Chunks of a single layer leave nothing to balance, so fewer chunks are tried too.
     """
     layout = simulated.stages.layout
-    if layout.pp == 1 or layout.schedule not in SCHEDULES:
+    if layout.ends_meet:  # one stage, or the slowest rank is not that of one end
         return None, 0.0
     first, last, layer_s = ends_in_layers(simulated)
 

@@ -26,7 +26,6 @@ from fivefold.layout.many import SHARED, Layouts
 from fivefold.layout.notation import (
     FIELDS,
     ORDER,
-    PLANNED_SCHEDULES,
     Layout,
     parse,
     stated,
@@ -278,11 +277,15 @@ def _micro_batch_sizes(share: int) -> list[int]:
     return sorted(powers | set(range(1, min(share, MAX_ODD_MICRO_BATCH) + 1)))
 
 
+ZERO_BUBBLE = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""Schedules that a search looks at beside 1F1B where it is asked to; Megatron-LM has none."""
+
+
 def _with_schedule(layouts: Layouts, choices: Choices, planned: bool) -> Layouts:
-    # gpipe keeps more than 1f1b and is never faster: it is for those who ask.
-    names = choices.of("schedule", ["1f1b", *(PLANNED_SCHEDULES if planned else ())])
+    # gpipe and bfs keep more than 1f1b and are never faster: they are for those who ask.
+    names = choices.of("schedule", ["1f1b", *(ZERO_BUBBLE if planned else ())])
     schedules = np.array([names], layouts.schedule.dtype)
-    runs = (schedules == "1f1b") | (schedules == "gpipe") | (layouts.pp[:, None] > 1)
+    runs = ~np.isin(schedules, ZERO_BUBBLE) | (layouts.pp[:, None] > 1)
     return _spread(layouts, runs, schedule=schedules)
 
 
@@ -295,7 +298,8 @@ def _with_vpp(job: Job, layouts: Layouts, choices: Choices) -> Layouts:
         short = np.minimum(-num_layers % stages, -(num_layers + 2) % stages)
         works &= (vpp == 1) | (short <= UNEVEN_LAYERS)
     both = layouts.turns_back[:, None]
-    works &= np.where(both, vpp == 2, (vpp == 1) | (layouts.schedule == "1f1b")[:, None])
+    chunked = (layouts.schedule == "1f1b") | (layouts.schedule == "bfs")
+    works &= np.where(both, vpp == 2, (vpp == 1) | chunked[:, None])
     if layouts.layers is not None:
         works &= stages == len(layouts.layers)
     return _spread(layouts, works, vpp=vpp)

@@ -2,8 +2,7 @@
 
 The seconds of a stage come from the same arithmetic as in a search (`time`), spread over the layers
 each virtual stage really has; the pipeline's table of actions is then run with them
-(`schedules.simulate`), where the search has a formula. A schedule without a table keeps the
-formula's time.
+(`pipeline.simulation`), where the search has a formula.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.layout.many import Layouts, alike
-from fivefold.layout.notation import SCHEDULES, Layout
+from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.model.config import LayerKind
 from fivefold.model.counts import flops_per_token
-from fivefold.parallel.pipeline import schedules
+from fivefold.parallel.pipeline import schedules, simulation
 from fivefold.parallel.work import ROLES, role_rank, stage_counts
 from fivefold.plan import compute, sharing
 from fivefold.plan.constants import Constants
@@ -35,7 +34,8 @@ from fivefold.plan.placement import members
 from fivefold.plan.time import estimate_time, operation_s, whole_step_s
 
 SIMULATED_ROUNDS = 3
-"""Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last."""
+"""Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last.
+Schedules that go through the ranks both ways take a round more to settle."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,12 @@ class Stages:
                 seconds[chunk] = f + share * outside.forward, b + share * outside.backward
         return seconds
 
+    def weight_s(self, rank: int) -> list[float]:
+        """Of each chunk's backward seconds the part for the weights' gradients."""
+        passes = self.time.ranks[self.role_of(rank)]
+        share = _number(passes.layers.weight_gradient) / _number(passes.layers.backward)
+        return [backward * share for _, backward in self.chunk_s(rank)]
+
     def rank_s(self, rank: int) -> float:
         """Seconds of one micro-batch on all chunks of a rank, both passes."""
         return sum(map(sum, self.chunk_s(rank)))
@@ -308,43 +314,60 @@ class Stages:
     def pipeline_s(self, once: float) -> float:
         """Seconds from the first forward to the last backward."""
         layout = self.layout
-        if layout.pp == 1 or layout.schedule not in SCHEDULES:
+        if layout.pp == 1:
             return self._by_formula() - once
-        chunks = [self.chunk_s(rank) for rank in range(layout.pp)]
-        forward, backward = [0.0] * layout.stages, [0.0] * layout.stages
-        for rank, seconds in enumerate(chunks):
-            for stage, times in zip(rank_stages(layout, rank), seconds, strict=True):
-                forward[stage], backward[stage] = times
+        forward, backward, weight = self._by_stage()
+        # With two copies of the stages each is there for half of the micro-batches.
+        copies = 1 + layout.runs_both_ways
+        ranks_s = [self.rank_s(rank) / copies for rank in range(layout.pp)]
+        both = [f + b for f, b in zip(forward, backward, strict=True)]
         send = _number(self.time.ranks["middle"].send)
 
         def simulated(micro_batches: int) -> float:
             table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
-            return schedules.simulate(table, forward, backward, send).step_s
+            return simulation.simulate(
+                table, forward, backward, send, weight_s=weight, overlapped_s=both
+            ).step_s
 
         rounds = -(-layout.accumulation // layout.pp)
-        left_out = max(0, rounds - SIMULATED_ROUNDS) * layout.pp
+        kept = SIMULATED_ROUNDS + (layout.turns_back or layout.runs_both_ways)
+        left_out = max(0, rounds - kept) * layout.pp
         step = simulated(layout.accumulation - left_out)
         if not left_out:
             return step
         # The slowest rank's pace, or less where it waits for messages every time.
         pace = (step - simulated(layout.accumulation - left_out - layout.pp)) / layout.pp
-        return step + left_out * max(pace, *(sum(map(sum, seconds)) for seconds in chunks))
+        return step + left_out * max(pace, *ranks_s)
 
     def on_shared_cores(self, cores: int) -> sharing.Shared:
         """The pipeline, run by ranks that share cores."""
-        layout = self.layout
-        busy = {kind: [0.0] * layout.stages for kind in ("F", "B")}
-        waits = {kind: [0.0] * layout.stages for kind in ("F", "B")}
+        layout, roles = self.layout, self.time.ranks
+        forward, backward, weight = self._by_stage()
+        busy = {
+            "F": forward,
+            "B": backward,
+            "I": [b - w for b, w in zip(backward, weight, strict=True)],
+            "W": weight,
+        }
+        waits = {kind: [0.0] * layout.stages for kind in busy}
         for rank in range(layout.pp):
-            role = self.time.ranks[self.role_of(rank)]
-            stages = rank_stages(layout, rank)
-            for stage, (forward, backward) in zip(stages, self.chunk_s(rank), strict=True):
-                busy["F"][stage], busy["B"][stage] = forward, backward
-                waits["F"][stage] = _number(role.waits.forward) / len(stages)
-                waits["B"][stage] = _number(role.waits.backward) / len(stages)
+            mine, stages = roles[self.role_of(rank)].waits, rank_stages(layout, rank)
+            for stage in stages:
+                waits["F"][stage] = _number(mine.forward) / len(stages)
+                waits["B"][stage] = waits["I"][stage] = _number(mine.backward) / len(stages)
         table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
-        processes, send = layout.world_size / layout.pp, _number(self.time.ranks["middle"].send)
+        processes, send = layout.world_size / layout.pp, _number(roles["middle"].send)
         return sharing.simulate(table, busy, waits, send, processes, cores)
+
+    def _by_stage(self) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and, of that, weight-gradient seconds of each virtual stage."""
+        forward, backward, weight = ([0.0] * self.layout.stages for _ in range(3))
+        for rank in range(self.layout.pp):
+            chunks, stages = self.chunk_s(rank), rank_stages(self.layout, rank)
+            for stage, times, of_weights in zip(stages, chunks, self.weight_s(rank), strict=True):
+                forward[stage], backward[stage] = times
+                weight[stage] = of_weights
+        return forward, backward, weight
 
     def _by_formula(self) -> float:
         """Pipeline and what is once a step, from the step by formula."""

@@ -328,7 +328,9 @@ class _Rank:
         saved = min(engine.loss_bytes, FP32) * local
         if engine.loss_chunk:
             alive, saved = alive * np.minimum(1.0, engine.loss_chunk / t), 0.0 * local
-        waiting = np.where(layouts.schedule == "gpipe", layouts.accumulation, 1)
+        waiting = np.where(
+            (layouts.schedule == "gpipe") | (layouts.schedule == "bfs"), layouts.accumulation, 1
+        )
         modules = config.mtp_layers if self.job.mtp else 0
         logits = alive + saved * (waiting * (1 + modules) - 1)
         # A 16-bit gradient of the head's matrix before it is added to the others; under sequence

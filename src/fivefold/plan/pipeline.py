@@ -117,17 +117,17 @@ def in_flight(
     """Most activations a pipeline rank holds at a time, array [n], in those of one micro-batch on
     one virtual stage.
 
-    gpipe holds all. 1f1b holds its warm-up and one more, the same as the simulation's
-    `peak_in_flight`. zb-h1 and zb-v hold on every rank what 1F1B holds on the first, as weight
-    gradients come later (arXiv:2401.10241, sections 2.1 and 6); the dualpipes one more than they
-    have stages (DeepSeek-V3, arXiv:2412.19437, table 2). Raises ValueError for an unknown schedule.
+    The same as the simulation's `peak_in_flight`: gpipe and bfs hold all, 1f1b its warm-up and one
+    more. zb-h1 and zb-v hold on every rank what 1F1B holds on the first, as weight gradients come
+    later (arXiv:2401.10241, sections 2.1 and 6); the dualpipes one more than they have stages
+    (DeepSeek-V3, arXiv:2412.19437, table 2). Raises ValueError for an unknown schedule.
     """
     names, *columns = np.broadcast_arrays(schedule, pp, vpp, micro_batches, rank)
     held = np.zeros(names.shape, dtype=np.int64)
     for name, members in _by_schedule(names):
         pp, vpp, micro_batches, rank = (column[members] for column in columns)
         passes = micro_batches * vpp
-        if name == "gpipe":
+        if name in ("gpipe", "bfs"):
             most = passes
         elif name == "1f1b":
             most = warm_up_1f1b(rank, pp, vpp) + 1
@@ -360,32 +360,82 @@ def _exposed_sends(pipeline: _Pipeline, rank: Array, pairs: Array) -> Array:
     return np.maximum(0.0, np.maximum(there_and_back, pairs * (send - shorter)))
 
 
-# Planned only
+# Breadth first
+
+
+def _breadth_first(pipeline: _Pipeline) -> Array:
+    """GPipe with chunks: all micro-batches through one chunk before the next. With fewer of them
+    than ranks a rank waits at each change of chunk for what goes round."""
+    pp, vpp, count = pipeline.pp, pipeline.vpp, pipeline.count
+    row = vpp * pipeline.both[MIDDLE] + _more_than_middle(pipeline)
+    waits = (pp - 1) + (vpp - 1) * np.maximum(0, pp - count)
+    sends = 2 * pipeline.send * ((pp - 1) + (vpp - 1) * pp * (count <= pp))
+    return count * row + waits * pipeline.both[MIDDLE] + sends
+
+
+def _more_than_middle(pipeline: _Pipeline) -> Array:
+    """What the first or the last stage, each on a rank of its own, takes longer than others."""
+    first = pipeline.both[FIRST] - pipeline.both[MIDDLE]
+    last = pipeline.both[LAST] - pipeline.both[MIDDLE]
+    return np.maximum(0.0, np.maximum(first, last))
+
+
+# Weight gradients later
+#
+# For equal stages these are the longest paths through the tables, and the papers' formulas where
+# F = I = W: F the forward, I and W the gradients of a stage's input and of its weights.
 
 
 def _zero_bubble_h1(pipeline: _Pipeline) -> Array:
-    """(pp - 1) (F + B - W) idle, B the gradient of the input alone (arXiv:2401.10241, table 2),
-    and no less than the last rank waits for its first forward, (pp - 1) F."""
+    """(pp - 1) (F + I - W) idle (arXiv:2401.10241, table 2), and no less than the last rank waits
+    for its first forward or the first for its last gradient."""
     slowest = pipeline.slowest_stage(pipeline.both)
-    middle = pipeline.both[MIDDLE] - 2 * pipeline.weight[MIDDLE]
-    bubble = np.maximum(middle, pipeline.forward[MIDDLE]) + 2 * pipeline.send
-    return pipeline.count * slowest + (pipeline.pp - 1) * bubble
+    forward, of_input, weight, send = _of_middle(pipeline)
+    ahead = pipeline.pp - 1
+    more = np.minimum(pipeline.count - 1, ahead)  # micro-batches that follow the first at once
+    bubble = _longest(
+        ahead * (forward + of_input + 4 * send) - more * weight,
+        ahead * (forward + 3 * send) + (ahead - more) * of_input,
+        ahead * (of_input + 2 * send) + (ahead - more) * forward,
+    )
+    return pipeline.count * slowest + bubble
 
 
 def _zero_bubble_v(pipeline: _Pipeline) -> Array:
     """Two chunks a rank in a V, first and last stage on the first rank (ZB-V, section 6 of
     arXiv:2401.10241).
 
-    With F = B = W a rank waits only for its first forward to arrive: (pp - 1) F. The paper counts
+    With F = I = W a rank waits only for its first forward to arrive: (pp - 1) F. The paper counts
     that as zero since a rank may begin its next step early; here the ranks begin together.
     """
-    work = pipeline.count * _slowest_v(pipeline.both, pipeline.pp > 1)
-    return work + (pipeline.pp - 1) * (pipeline.forward[MIDDLE] + pipeline.send)
+    forward, of_input, weight, send = _of_middle(pipeline)
+    ahead = pipeline.pp - 1
+    bubble = _longest(
+        (2 * ahead - 1) * forward - (ahead - 1) * of_input + (3 * ahead - 2) * send,
+        ahead * of_input + (5 * ahead - 2) * send,
+        forward + (ahead - 1) * weight + (3 * ahead - 2) * send,
+        of_input + (ahead - 1) * weight + 3 * ahead * send,
+        2 * ahead * (of_input - weight) + (6 * ahead - 2) * send,
+    )
+    # Too few micro-batches to fill the V: all forwards come before the backwards reach the rank.
+    more = pipeline.count - 1
+    turned = np.maximum(more - ahead, 0)
+    unfilled = _longest(
+        (2 * ahead - more) * (forward + of_input + 2 * send),
+        2 * np.maximum(ahead - more, 0) * forward
+        + 2 * ahead * (of_input + 2 * send)
+        - 2 * turned * weight,
+        2 * (ahead - turned) * of_input + ahead * send,
+    )
+    bubble = np.where(more < 2 * ahead, unfilled, bubble)
+    return pipeline.count * _slowest_v(pipeline.both, pipeline.pp > 1) + bubble
 
 
 def _dualpipe(pipeline: _Pipeline) -> Array:
     """Idle (stages / 2 - 1) (F&B + B - 3 W), B the whole backward (arXiv:2412.19437, table 2).
 
+    That is with F = I; else a path is longer that goes along the outermost ranks' forwards. A
+    forward and a backward side by side wait for both of their messages, which nothing hides.
     Half of the micro-batches come from either end; dualpipe-v folds twice the stages into a V.
     Of the passes of the outermost rank, all but 3 / 2 * stages - 1 forwards and as many backwards
     are overlapped (the schedule's steps in github.com/deepseek-ai/DualPipe).
@@ -396,10 +446,23 @@ def _dualpipe(pipeline: _Pipeline) -> Array:
     # A rank has two stages; the first has the first and the last.
     overlapped = _slowest_v(pipeline.overlapped, outer) / 2
     in_turn = _slowest_v(pipeline.both, outer) / 2
-    idle = (
-        pipeline.overlapped[MIDDLE] + pipeline.backward[MIDDLE] - 3 * pipeline.weight[MIDDLE]
-    ) + 2 * pipeline.send
-    return (passes - alone) * overlapped + alone * in_turn + (stages // 2 - 1) * idle
+    forward, of_input, weight, send = _of_middle(pipeline)
+    ahead = stages // 2 - 1
+    saved = pipeline.both[MIDDLE] - pipeline.overlapped[MIDDLE]
+    idle = _longest(2 * ahead * forward, np.maximum(ahead - 1, 0) * forward + ahead * of_input)
+    idle = idle + ahead * (_longest(of_input - weight, 0.0 * weight) - saved)
+    sends = send * (passes * (pipeline.pp - 1) / pipeline.pp + pipeline.pp - 2)
+    return (passes - alone) * overlapped + alone * in_turn + np.maximum(idle, 0.0) + sends
+
+
+def _of_middle(pipeline: _Pipeline) -> tuple[Array, Array, Array, Array]:
+    """Forward, gradient of the input and of the weights of a middle stage; a message."""
+    weight = pipeline.weight[MIDDLE]
+    return pipeline.forward[MIDDLE], pipeline.backward[MIDDLE] - weight, weight, pipeline.send
+
+
+def _longest(*paths: Array) -> Array:
+    return np.maximum.reduce(paths)
 
 
 def _slowest_v(times: Array, has_middle: Array) -> Array:
@@ -411,6 +474,7 @@ def _slowest_v(times: Array, has_middle: Array) -> Array:
 _STEP_S = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
+    "bfs": _breadth_first,
     "zb-h1": _zero_bubble_h1,
     "zb-v": _zero_bubble_v,
     "dualpipe": _dualpipe,

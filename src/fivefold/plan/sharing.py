@@ -16,9 +16,10 @@ import numpy as np
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.cores import message_s
+from fivefold.layout.actions import Action
 from fivefold.layout.many import Layouts
 from fivefold.ledger import Transfer
-from fivefold.parallel.pipeline.schedules import Action, Schedule, needs
+from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.work import Work
 from fivefold.plan.compute import Seconds
 from fivefold.plan.operations import Numbers
@@ -193,9 +194,9 @@ def simulate(
     def ready_s(rank: int, action: Action) -> float:
         """When all that the action needs is there; infinity where that is not known yet."""
         latest = 0.0
-        for needed in needs(action, schedule.stages):
+        for needed in schedule.needs(action):
             there_s = arrives_s.get(needed, math.inf)
-            if schedule.rank_of(needed.stage) != rank:
+            if schedule.rank_of(needed.stage, needed.micro_batch) != rank:
                 there_s += send_s
             latest = max(latest, there_s)
         return latest

@@ -17,6 +17,7 @@ from fivefold.errors import UserError
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.model.config import ModelConfig, load_config, require_trainable
+from fivefold.parallel.pipeline import schedules
 from fivefold.train.data import Samples, open_tokenizer
 from fivefold.train.data import prepare as prepare_tokens
 from fivefold.train.data.tokenizer import bpe_vocab_size
@@ -63,6 +64,7 @@ def plan_run(run: Run, world_size: int | None = None) -> Plan:
     require_trainable(config)
     layout = with_global_batch(parse(run.layout, world_size), run.global_batch, stated(run.layout))
     check(layout, config, run.data.sequence_length, world_size)
+    schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     device = _choose_device(run.device)
     if not joined_by_torchrun():
         check_machine(layout.world_size, device)

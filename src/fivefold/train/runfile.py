@@ -171,7 +171,7 @@ def _refuse_another_job(plan: PlanFile, run: Run, path: str) -> None:
     """UserError where a layout was planned for something else than what the run trains."""
     if plan.parsed_layout().schedule not in SCHEDULES:
         raise UserError(
-            f"{path}: schedule={plan.parsed_layout().schedule} can be planned, not run yet: plan "
+            f"{path}: schedule={plan.parsed_layout().schedule} can be planned, not run: plan "
             f'with --fix "schedule=1f1b"'
         )
     for key, planned, trained in (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.layout.notation import Layout
-from fivefold.layout.stages import split_layers, stage_ranges
+from fivefold.layout.stages import rank_stages, split_layers, stage_ranges
 from fivefold.ledger import Ledger
 from fivefold.model.config import ModelConfig
 from fivefold.model.dropout import Dropout
@@ -22,8 +22,9 @@ from fivefold.parallel.comm import Recorder
 from fivefold.parallel.data.run import DataParallel, LocalParameter
 from fivefold.parallel.expert import run as expert
 from fivefold.parallel.mesh import make_axes
+from fivefold.parallel.pipeline.proof import validate
 from fivefold.parallel.pipeline.run import PipelineRank, StepSums
-from fivefold.parallel.pipeline.schedules import build, validate
+from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.sequence import run as sequence
 from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.shards import Shards, materialise
@@ -78,7 +79,8 @@ class Trainer:
         self.axes = make_axes(layout, rank, recorder, config.num_kv_heads)
         self.dtype = DTYPES[precision]
         self.shards = Shards()
-        self.stages = {s: self._build_stage(s, seed) for s in self._own_stages()}
+        own_stages = rank_stages(layout, self.axes.coordinates["pp"])
+        self.stages = {s: self._build_stage(s, seed) for s in own_stages}
         self.data = {
             s: DataParallel(stage, self.axes, self.shards, self.dtype)
             for s, stage in self.stages.items()
@@ -98,9 +100,6 @@ class Trainer:
         self.ledger = Ledger()
         self.spans = Spans()
         self._angles: tuple[Tensor, Tensor] | None = None
-
-    def _own_stages(self) -> range:
-        return range(self.axes.coordinates["pp"], self.layout.stages, self.layout.pp)
 
     def _build_stage(self, index: int, seed: int) -> Stage:
         layout = self.layout

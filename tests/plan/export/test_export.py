@@ -403,13 +403,13 @@ def test_torchrun_trains_the_layout_with_fivefold():
 
 
 def test_slurm_reads_its_directives_before_any_command():
-    made = export(plan("tp2 dp8 schedule=zb-h1", precision="fp8"), "slurm")
+    made = export(plan("tp2 dp4 pp2 ga4 schedule=dualpipe", precision="fp8"), "slurm")
     lines = made.files["slurm.sh"].splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     assert lines[1 : 1 + len(directives)] == directives
     assert "#SBATCH --nodes=2" in directives
     assert noted(made, "not in fp8")
-    assert noted(made, "zb-h1")
+    assert noted(made, "dualpipe")
 
 
 # The page

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from fivefold.model.moe import MoE
-from fivefold.model.parameters import local_tensor
+from fivefold.model.parameters import do_or_put_off, local_tensor
 from fivefold.model.transformer import Layer, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
@@ -75,7 +75,8 @@ class _GradientBuffer:
 
 class _BackwardDone(torch.autograd.Function):
     """Identity at a layer's input. Autograd runs what was recorded later first, so when this
-    node's turn comes in the backward pass, the layer's weights have their gradients."""
+    node's turn comes in the backward pass, the layer's weights have their gradients, or those are
+    put off and what is done comes after them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, done) -> Tensor:
@@ -84,7 +85,7 @@ class _BackwardDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.done()
+        do_or_put_off(ctx.done)
         return grad, None
 
 
@@ -185,11 +186,13 @@ class DataParallel:
         for p in self.stage.parameters():
             p.grad = None
 
-    def begin_backward(self, last_micro_batch: bool) -> None:
-        """Say, before each micro-batch's backward pass, whether it is the step's last."""
+    def begin_backward(self, last_micro_batch: bool, weights: bool = True) -> None:
+        """Say, before each micro-batch's backward pass, whether it is the step's last to give
+        weights their gradients, and whether it does or puts them off."""
         self._last_micro_batch = last_micro_batch
         for module in self._sharded:
-            module.set_requires_gradient_sync(last_micro_batch or self.zero >= 2, recurse=False)
+            reduces = weights and (last_micro_batch or self.zero >= 2)
+            module.set_requires_gradient_sync(reduces, recurse=False)
             module.set_reshard_after_backward(last_micro_batch or self.zero == 3, recurse=False)
 
     def end_backward(self) -> None:
@@ -198,6 +201,17 @@ class DataParallel:
             for buffer in self._buffers:
                 if buffer.pending is None:
                     buffer.start()
+
+    def end_weights(self) -> None:
+        """After gradients that were put off, which FSDP2's own hooks have missed: add them up or
+        reduce them as after a backward pass (as torch.distributed.pipelining does, by hand)."""
+        for module in reversed(self._sharded):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group.post_backward()
+        if self._sharded:
+            # Of the stage, which is the root of its units: it waits for their reductions.
+            self._sharded[-1]._get_fsdp_state()._root_post_backward_final_callback()
+        self.end_backward()
 
     def finish(self) -> list[LocalParameter]:
         """Complete all sums over ranks; returns parameters with their final gradients."""

@@ -3,23 +3,29 @@
 The table says in which order this rank does which forward and backward passes; messages follow
 from it. The receive that the next action needs is posted before the present action computes, so
 that messages travel beside computation; every channel is one-way and is read in the order in
-which it is written, which `schedules.validate` has proved.
+which it is written, which `proof.validate` has proved. Where the next stage is on this same rank
+(the turn of a V), nothing is sent.
+
+A backward pass in two parts computes the gradient of the stage's input, hands it on, and leaves the
+work on the weights' gradients in a list, until the table says when to do it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fivefold.layout.actions import Action
+from fivefold.model.parameters import put_off
 from fivefold.model.transformer import MicroBatch, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
 from fivefold.parallel.data.run import DataParallel
 from fivefold.parallel.mesh import Axes
-from fivefold.parallel.pipeline.schedules import Action, Schedule, Step, messages
+from fivefold.parallel.pipeline.table import Message, Schedule, Step
 
 
 @dataclass
@@ -39,6 +45,20 @@ class _InFlight:
     balance: Tensor | None
 
 
+@dataclass
+class _Progress:
+    """Of one optimizer step, where this rank is."""
+
+    micro_batches: Sequence[MicroBatch]
+    sums: StepSums
+    weights_left: dict[int, int]  # by stage, micro-batches whose weight gradients are to come
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    put_off: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    arriving: dict[Action, Pending] = field(default_factory=dict)  # by the action that waits
+    handed_over: dict[Action, Tensor] = field(default_factory=dict)  # by the action that made it
+    leaving: list[Pending] = field(default_factory=list)
+
+
 class PipelineRank:
     """One rank of the pipeline with its stages (one, or vpp chunks)."""
 
@@ -55,20 +75,19 @@ class PipelineRank:
         """`stages` and `data` by virtual stage; `hidden_shape` [sequence, batch, hidden] of the
         hidden states that travel."""
         self.schedule, self.stages, self.data, self.axes = schedule, stages, data, axes
+        self.rank = axes.coordinates["pp"]
         self.hidden_shape = hidden_shape
         self.like = torch.empty(0, dtype=dtype, device=device)
-        self.steps = messages(schedule, axes.coordinates["pp"])
+        self.steps = schedule.steps(self.rank)
         self.before: Callable[[Action], None] | None = None
         """Called ahead of each action: for whoever watches or disturbs a run."""
 
     def run_step(self, micro_batches: Sequence[MicroBatch]) -> StepSums:
         """Forward and backward passes of one optimizer step."""
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._arriving: dict[Action, Pending] = {}
-        self._leaving: list[Pending] = []
-        self._backwards_left = {s: self.schedule.micro_batches for s in self.stages}
         zero = torch.zeros((), device=self.like.device)
         sums = StepSums(zero, zero.clone())
+        left = {stage: self.schedule.micro_batches for stage in self.stages}
+        self._now = _Progress(micro_batches, sums, left)
         for data in self.data.values():
             data.begin_step()
         for step, following in zip(self.steps, [*self.steps[1:], None], strict=True):
@@ -78,58 +97,106 @@ class PipelineRank:
             if following:
                 self._post_receive(following)
             with self.axes.recorder.spans.doing(step.action):
-                if step.action.kind == "F":
-                    self._forward(step, micro_batches[step.action.micro_batch], sums)
-                else:
-                    self._backward(step)
-        for pending in self._leaving:
+                self._run(step)
+        for pending in self._now.leaving:
             pending.wait()
         return sums
 
-    def _forward(self, step: Step, batch: MicroBatch, sums: StepSums) -> None:
-        self.axes.recorder.phase = "forward"
-        action = step.action
-        stage = self.stages[action.stage]
-        if step.receives:
-            x = self._arriving.pop(action).wait().requires_grad_()
+    def _run(self, step: Step) -> None:
+        kind = step.action.kind
+        self.axes.recorder.phase = "forward" if kind == "F" else "backward"
+        if kind == "F":
+            self._forward(step)
+        elif kind == "B":
+            self._backward(step)
+        elif kind == "I":
+            self._input_gradient(step)
         else:
-            x = batch.tokens
+            self._weight_gradients(step.action)
+
+    def _forward(self, step: Step) -> None:
+        now, action = self._now, step.action
+        batch, stage = now.micro_batches[action.micro_batch], self.stages[action.stage]
+        x = self._take(step)
+        x = batch.tokens if x is None else x.requires_grad_()
         out, balance = stage(x, batch)
         if balance is not None:
-            sums.balance += balance.detach()
+            now.sums.balance += balance.detach()
         if step.sends:
-            self._send(out.detach(), self.axes.channels.forward_out)
+            self._give(out.detach(), step)
         else:
-            sums.loss += out.detach()
-        self._in_flight[action.stage, action.micro_batch] = _InFlight(x, out, balance)
+            now.sums.loss += out.detach()
+        now.in_flight[action.stage, action.micro_batch] = _InFlight(x, out, balance)
 
     def _backward(self, step: Step) -> None:
-        self.axes.recorder.phase = "backward"
-        action = step.action
-        kept = self._in_flight.pop((action.stage, action.micro_batch))
-        grad = self._arriving.pop(action).wait() if step.receives else None
-        self._backwards_left[action.stage] -= 1
-        data = self.data[action.stage]
-        data.begin_backward(last_micro_batch=self._backwards_left[action.stage] == 0)
+        data = self.data[step.action.stage]
+        data.begin_backward(last_micro_batch=self._is_last_for_weights(step.action))
+        self._through(step)
+        data.end_backward()
+
+    def _input_gradient(self, step: Step) -> None:
+        _, stage, micro_batch = step.action
+        self.data[stage].begin_backward(last_micro_batch=False, weights=False)
+        with put_off(self._now.put_off.setdefault((stage, micro_batch), [])):
+            self._through(step)
+
+    @torch.no_grad()  # as in autograd's own backward pass
+    def _weight_gradients(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        data = self.data[stage]
+        data.begin_backward(last_micro_batch=self._is_last_for_weights(action))
+        work = self._now.put_off.pop((stage, micro_batch))
+        work.reverse()
+        while work:  # each piece lets go of what it has kept
+            work.pop()()
+        data.end_weights()
+
+    def _is_last_for_weights(self, action: Action) -> bool:
+        self._now.weights_left[action.stage] -= 1
+        return self._now.weights_left[action.stage] == 0
+
+    def _through(self, step: Step) -> None:
+        """Autograd's backward pass of a stage and micro-batch."""
+        kept = self._now.in_flight.pop((step.action.stage, step.action.micro_batch))
+        grad = self._take(step)
         if kept.balance is None:
             torch.autograd.backward([kept.out], [grad])
         else:
             torch.autograd.backward([kept.out, kept.balance], [grad, None])
-        data.end_backward()
         if step.sends:
             assert kept.x.grad is not None
-            self._send(kept.x.grad, self.axes.channels.backward_out)
+            self._give(kept.x.grad, step)
+
+    # Messages
 
     def _post_receive(self, step: Step) -> None:
         """Begin to receive what the step needs, once."""
-        if step.receives is None or step.action in self._arriving:
+        message = step.receives
+        if message is None or message.rank == self.rank or step.action in self._now.arriving:
             return
-        channels = self.axes.channels
-        axis = channels.forward_in if step.action.kind == "F" else channels.backward_in
-        assert axis is not None
-        self._arriving[step.action] = comm.start_receive(self.hidden_shape, self.like, axis)
+        axis = self._channel(message, arrives=True)
+        self._now.arriving[step.action] = comm.start_receive(self.hidden_shape, self.like, axis)
 
-    def _send(self, x: Tensor, axis: Axis | None) -> None:
-        assert axis is not None
-        self._leaving = [pending for pending in self._leaving if not pending.is_done()]
-        self._leaving.append(comm.start_send(x, axis))
+    def _take(self, step: Step) -> Tensor | None:
+        """What the step's message brings; None where it needs none."""
+        message = step.receives
+        if message is None:
+            return None
+        if message.rank == self.rank:
+            return self._now.handed_over.pop(message.produced_by)
+        return self._now.arriving.pop(step.action).wait()
+
+    def _give(self, x: Tensor, step: Step) -> None:
+        message = step.sends
+        assert message is not None
+        if message.rank == self.rank:
+            self._now.handed_over[step.action] = x
+            return
+        leaving = [pending for pending in self._now.leaving if not pending.is_done()]
+        leaving.append(comm.start_send(x, self._channel(message, arrives=False)))
+        self._now.leaving = leaving
+
+    def _channel(self, message: Message, arrives: bool) -> Axis:
+        carries = "forward" if message.produced_by.kind == "F" else "backward"
+        source, target = (message.rank, self.rank) if arrives else (self.rank, message.rank)
+        return self.axes.channels[carries, source, target]

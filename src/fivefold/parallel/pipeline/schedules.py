@@ -1,156 +1,141 @@
-"""Pipeline schedules as data: for each pipeline rank the actions it runs, in order.
+"""The named schedules: how each one fills its table.
 
-The same table is proved (`validate`), timed (`simulate`), drawn (`draw`) and executed. The model
-is cut into `pp * vpp` virtual stages in model order; stage s runs on pipeline rank s % pp.
+All of them run the backwards of a stage in the order of the micro-batches, so that all sum the
+gradients in the same order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, NoReturn
+from collections import Counter, deque
+from functools import lru_cache
+from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.layout.legality import RUN_RULES, SCHEDULE_RULES, VALUE_RULES, broken
+from fivefold.layout.actions import BOTH_ENDS, FOLD, LOOP, Action, is_table_file, read_table
+from fivefold.layout.legality import SCHEDULE_RULES, VALUE_RULES, broken
 from fivefold.layout.notation import Layout
-
-_NOT_DONE = -1.0
-
-
-class Action(NamedTuple):
-    """One piece of work: the forward ("F") or backward ("B") of one micro-batch on one stage."""
-
-    kind: str
-    stage: int  # virtual stage, 0 to pp * vpp - 1 in model order
-    micro_batch: int  # 0 to micro_batches - 1
-
-    def __str__(self) -> str:
-        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
-
-
-class Message(NamedTuple):
-    """The result of one action on its way between two ranks: activations after "F", their
-    gradients after "B". The messages of one producing (kind, stage) form one channel."""
-
-    produced_by: Action
-    rank: int  # the other end: where it comes from, or where it goes
-
-
-class Step(NamedTuple):
-    """An action with the message it must wait for and the message it sends off."""
-
-    action: Action
-    receives: Message | None
-    sends: Message | None
-
-
-class Timed(NamedTuple):
-    """An action in simulated time, in seconds from the start of the step."""
-
-    action: Action
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The actions of one optimizer step: `table[rank]` is what that rank runs, in order."""
-
-    name: str
-    pp: int
-    vpp: int
-    micro_batches: int
-    table: tuple[tuple[Action, ...], ...]
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.vpp
-
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank that runs a virtual stage."""
-        return stage % self.pp
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What one step of a schedule costs in time and in activations held."""
-
-    step_s: float  # from the first action's start to the end of the last tail
-    bubble_fraction: float  # idle share of the step, averaged over the ranks
-    busy_s: tuple[float, ...]  # per rank, its tail included
-    peak_in_flight: tuple[int, ...]  # per rank: most (stage, micro_batch) after F and before B
-    schedule: Schedule
-    _end_s: list[float]  # by pass * micro_batches + micro_batch, see `_run`
-    _arrival_s: list[float]  # by pass
-
-    @cached_property
-    def timeline(self) -> tuple[tuple[Timed, ...], ...]:
-        """Per rank its actions in order; made when first asked for."""
-        count, passes = self.schedule.micro_batches, 2 * self.schedule.stages
-        rows = []
-        for actions in self.schedule.table:
-            row, free_s = [], 0.0
-            for action in actions:
-                kind, stage, micro_batch = action
-                number = stage if kind == "F" else passes - 1 - stage
-                index = number * count + micro_batch
-                start_s = max(free_s, self._end_s[index - count] + self._arrival_s[number])
-                free_s = self._end_s[index]
-                row.append(Timed(action, start_s, free_s))
-            rows.append(tuple(row))
-        return tuple(rows)
-
-
-# Building
+from fivefold.parallel.pipeline.proof import validate
+from fivefold.parallel.pipeline.table import Schedule
 
 
 def check(name: str, pp: int, vpp: int, micro_batches: int) -> None:
     """Raises UserError unless `build` has a schedule for these numbers."""
     layout = Layout(schedule=name, pp=pp, vpp=vpp, accumulation=micro_batches)
-    for rules in (VALUE_RULES, RUN_RULES, SCHEDULE_RULES):
+    for rules in (VALUE_RULES, SCHEDULE_RULES):
         for sentence in broken(rules, layout):
             raise UserError(sentence)
 
 
 @lru_cache(maxsize=32)
 def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
-    """The table of a named schedule.
+    """The table of a named schedule, or that of a file (`*.csv`).
 
-    "gpipe" (Huang et al., arXiv:1811.06965) runs all forwards, then all backwards. "1f1b" keeps
-    one forward and one backward in turn after a warm-up (Narayanan et al., arXiv:2104.04473); with
-    vpp > 1 it is the interleaved one. Every schedule runs its backwards in the order of the
-    micro-batches, so all of them sum the gradients in the same order.
-    Raises UserError for numbers the schedule cannot run.
+    - "gpipe" (Huang et al., arXiv:1811.06965): all forwards, then all backwards;
+    - "bfs" (Lamy-Poirier, arXiv:2211.05953): the same with several chunks a rank, all micro-batches
+      through one chunk before the next, "breadth first";
+    - "1f1b" (Narayanan et al., arXiv:2104.04473): one forward and one backward in turn after a
+      warm-up; with vpp > 1 the interleaved one;
+    - "zb-h1" (Qi et al., arXiv:2401.10241, section 2.1): 1F1B whose weight gradients come later,
+      where the rank would wait;
+    - "zb-v" (section 6 there): the same with two chunks a rank in a V;
+    - "dualpipe" (DeepSeek-AI, arXiv:2412.19437, section 3.2.1): two copies of the stages, with
+      micro-batches from both ends, a forward of one beside a backward of the other;
+    - "dualpipe-v": half of it, folded into a V, so that there is one copy (github.com/deepseek-ai/
+      DualPipe, which has the steps of both).
+
+    Raises UserError for numbers the schedule cannot run, and for a file whose table cannot run.
     """
     check(name, pp, vpp, micro_batches)
-    table = []
-    for rank in range(pp):
-        forwards, backwards = _work(rank, pp, vpp, micro_batches)
-        if name == "gpipe":
-            warm_up = len(forwards)
-        else:
-            warm_up = min(warm_up_1f1b(rank, pp, vpp), len(forwards))
-        table.append(_one_forward_one_backward(forwards, backwards, warm_up))
-    return Schedule(name, pp, vpp, micro_batches, tuple(table))
+    if is_table_file(name):
+        return from_file(name)
+    rows = [_ROWS[name](rank, pp, vpp, micro_batches) for rank in range(pp)]
+    placement = {"zb-v": FOLD, "dualpipe-v": FOLD, "dualpipe": BOTH_ENDS}.get(name, LOOP)
+    table = tuple(tuple(row.actions) for row in rows)
+    pairs = tuple(frozenset(row.pairs) for row in rows)
+    return Schedule(name, pp, vpp, micro_batches, table, placement, pairs)
 
 
-def _work(rank: int, pp: int, vpp: int, micro_batches: int) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of one rank, each in the order in which they are run.
+def from_file(path: str) -> Schedule:
+    """The table of a file, proved. Raises UserError where it cannot be read or cannot run."""
+    file = read_table(path)
+    schedule = Schedule(
+        path, file.pp, file.vpp, file.micro_batches, file.rows, file.placement, file.pairs
+    )
+    try:
+        validate(schedule)
+    except ValueError as error:
+        raise UserError(f"{path} cannot run: {error}") from None
+    return schedule
 
-    With chunks, pp micro-batches at a time go through all chunks of the rank: forward from the
-    first chunk to the last, backward from the last to the first.
-    """
+
+class _Row:
+    """A rank's row in the making. Its chunks are numbered in the order in which a micro-batch meets
+    them; each takes its micro-batches in order, from `first` on."""
+
+    def __init__(self, *stages: int, first: tuple[int, ...] = ()) -> None:
+        self.stages = stages
+        self.first = first or (0,) * len(stages)
+        self.actions: list[Action] = []
+        self.pairs: set[int] = set()
+        self.done: Counter[tuple[str, int]] = Counter()
+        self.put_off: deque[tuple[int, int]] = deque()
+
+    def run(self, kind: str, chunk: int = 0, times: int = 1) -> None:
+        """The next micro-batch's forward ("F"), backward ("B") or input gradient ("I")."""
+        direction = "F" if kind == "F" else "B"
+        for _ in range(times):
+            micro_batch = self.first[chunk] + self.done[direction, chunk]
+            self.done[direction, chunk] += 1
+            self.actions.append(Action(kind, self.stages[chunk], micro_batch))
+            if kind == "I":
+                self.put_off.append((self.stages[chunk], micro_batch))
+
+    def weights(self, times: int = 1, chunk: int | None = None) -> None:
+        """The weight gradients that have been put off longest; of one chunk, or of any."""
+        for _ in range(times):
+            longest = self.put_off[0]
+            if chunk is not None:
+                longest = next(each for each in self.put_off if each[0] == self.stages[chunk])
+            self.put_off.remove(longest)
+            self.actions.append(Action("W", *longest))
+
+    def pair(self, forward: int, backward: int) -> None:
+        """A forward of one chunk and a backward of the other, side by side."""
+        self.pairs.add(len(self.actions))
+        self.run("F", forward)
+        self.run("B", backward)
+
+
+# All forwards first, and 1F1B
+
+
+def _all_forwards_first(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    row = _Row(*range(rank, pp * vpp, pp))
+    for chunk in range(vpp):
+        row.run("F", chunk, micro_batches)
+    for chunk in reversed(range(vpp)):
+        row.run("B", chunk, micro_batches)
+    return row
+
+
+def _one_forward_one_backward(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    """With chunks, pp micro-batches at a time go through all chunks of the rank: forward from the
+    first chunk to the last, backward from the last to the first."""
+    row = _Row(*range(rank, pp * vpp, pp))
     group = pp if vpp > 1 else micro_batches
-    forwards, backwards = [], []
-    for start in range(0, micro_batches, group):
-        members = range(start, start + group)
-        for chunk in range(vpp):
-            forwards += [Action("F", chunk * pp + rank, member) for member in members]
-        for chunk in reversed(range(vpp)):
-            backwards += [Action("B", chunk * pp + rank, member) for member in members]
-    return forwards, backwards
+    groups = micro_batches // group
+    forwards = [chunk for _ in range(groups) for chunk in range(vpp) for _ in range(group)]
+    backwards = [
+        chunk for _ in range(groups) for chunk in reversed(range(vpp)) for _ in range(group)
+    ]
+    warm_up = min(warm_up_1f1b(rank, pp, vpp), len(forwards))
+    for chunk in forwards[:warm_up]:
+        row.run("F", chunk)
+    for number, chunk in enumerate(backwards):
+        if warm_up + number < len(forwards):
+            row.run("F", forwards[warm_up + number])
+        row.run("B", chunk)
+    return row
 
 
 def warm_up_1f1b(rank: Any, pp: Any, vpp: Any) -> Any:
@@ -162,273 +147,113 @@ def warm_up_1f1b(rank: Any, pp: Any, vpp: Any) -> Any:
     return (1 + (vpp > 1)) * (pp - rank - 1) + (vpp - 1) * pp
 
 
-def _one_forward_one_backward(
-    forwards: list[Action], backwards: list[Action], warm_up: int
-) -> tuple[Action, ...]:
-    actions = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        actions += [forward, backward]
-    return tuple(actions + backwards[len(forwards) - warm_up :])
+# Weight gradients later
 
 
-# Dependencies
+def _zero_bubble_h1(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    """1F1B in whose steady state a rank lags `rank` weight gradients behind. So every rank keeps
+    pp micro-batches, and the last ranks have weight gradients left for the end."""
+    row = _Row(rank)
+    warm_up = min(pp - 1 - rank, micro_batches)
+    row.run("F", times=warm_up)
+    for number in range(micro_batches):
+        if warm_up + number < micro_batches:
+            row.run("F")
+        row.run("I")
+        if number >= rank:
+            row.weights()
+    row.weights(len(row.put_off))
+    return row
 
 
-def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """The actions whose results this one uses: at most one of another stage, and that one first."""
-    kind, stage, micro_batch = action
-    if kind == "F":
-        return (Action("F", stage - 1, micro_batch),) if stage > 0 else ()
-    own_forward = Action("F", stage, micro_batch)
-    if stage == stages - 1:
-        return (own_forward,)
-    return (Action("B", stage + 1, micro_batch), own_forward)
+def _zero_bubble_v(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    """Warm-up, steady state and end of ZB-V. With fewer micro-batches than fill it, 2 pp - 1, it is
+    the row of so many without the actions of those that there are not."""
+    count = max(micro_batches, 2 * pp - 1)
+    row = _Row(rank, 2 * pp - 1 - rank)
+    down, up = 0, 1
+    row.run("F", down, 2 * (pp - rank) - 1)
+    for _ in range(rank):
+        row.run("F", up)
+        row.run("F", down)
+    for _ in range(pp - rank):
+        row.run("F", up)
+        row.run("I", up)
+        row.weights()
+    while row.done["F", up] < count:
+        if row.done["F", down] < count:
+            row.run("F", down)
+        row.run("I", down)
+        row.weights()
+        row.run("F", up)
+        row.run("I", up)
+        row.weights()
+    for _ in range(rank):
+        row.run("I", down)
+        row.run("I", up)
+    for _ in range(pp - rank):
+        row.run("I", down)
+        row.weights(1, down)
+    row.weights(rank, up)
+    row.weights(len(row.put_off))
+    row.actions = [action for action in row.actions if action.micro_batch < micro_batches]
+    return row
 
 
-def messages(schedule: Schedule, rank: int) -> list[Step]:
-    """What a rank receives before and sends after each of its actions, in order.
-
-    A forward receives from the stage before and sends to the stage after it, a backward the other
-    way round. Neighbouring stages on the same rank (pp 1) send nothing.
-    """
-    steps = []
-    for action in schedule.table[rank]:
-        receives = sends = None
-        for needed in needs(action, schedule.stages):
-            source = schedule.rank_of(needed.stage)
-            if source != rank:
-                receives = Message(needed, source)
-        used_by = action.stage + 1 if action.kind == "F" else action.stage - 1
-        if 0 <= used_by < schedule.stages and schedule.rank_of(used_by) != rank:
-            sends = Message(action, schedule.rank_of(used_by))
-        steps.append(Step(action, receives, sends))
-    return steps
+# Both directions side by side
 
 
-def _run(
-    schedule: Schedule,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    arrival_s: Sequence[float],
-) -> tuple[list[float], list[float], list[float]]:
-    """Runs the table: an action starts when its rank is free and what it needs has arrived.
-
-    On its way a micro-batch makes 2 * stages passes: forward down the stages, then backward up
-    again. An action needs the pass before it, and nothing else: a backward's own forward, which
-    `needs` names too, is further back on the same way. `forward_s` and `backward_s` by virtual
-    stage; `arrival_s[pass]` is how long the message travels that the pass waits for.
-
-    A rank that must wait is put down under the action it waits for and taken up again when that
-    is done, so the work is proportional to the number of actions. This loop is what a simulation
-    costs: numbers in lists, no objects.
-
-    Returns `end_s[pass * micro_batches + micro_batch]` and, by rank, `finish_s` and `busy_s`.
-    Raises ValueError if the ranks get stuck.
-    """
-    count, passes = schedule.micro_batches, 2 * schedule.stages
-    # The last entries are read as pass -1, from where micro-batches come: they are there at once.
-    end_s = [_NOT_DONE] * (passes * count) + [0.0] * count
-    finish_s, busy_s = [0.0] * schedule.pp, [0.0] * schedule.pp
-    waiting: dict[int, int] = {}  # rank by the index of the action it waits for
-
-    def walk(rank: int) -> Iterator[int]:
-        """Runs the rank's row; yields the index of an action when it must wait for it."""
-        now_s = worked_s = 0.0
-        for kind, stage, micro_batch in schedule.table[rank]:
-            if kind == "F":
-                number, seconds = stage, forward_s[stage]
-            else:
-                number, seconds = passes - 1 - stage, backward_s[stage]
-            index = number * count + micro_batch
-            if end_s[index - count] == _NOT_DONE:
-                yield index - count
-            arrived_s = end_s[index - count] + arrival_s[number]
-            now_s = (arrived_s if arrived_s > now_s else now_s) + seconds
-            worked_s += seconds
-            end_s[index] = now_s
-            if index in waiting:
-                ready.append(waiting.pop(index))
-        finish_s[rank], busy_s[rank] = now_s, worked_s
-
-    walks = [walk(rank) for rank in range(schedule.pp)]
-    ready = list(range(schedule.pp))
-    while ready:
-        rank = ready.pop()
-        for index in walks[rank]:
-            waiting[index] = rank
-            break
-    if waiting:
-        _raise_stuck(schedule, waiting)
-    return end_s, finish_s, busy_s
+def _dualpipe(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    """Each pair of opposite ranks has the stages of one of pp / 2 ranks of a dualpipe-v twice: what
+    begins on the one ends on the other."""
+    half = micro_batches // 2
+    place, first = (rank, (0, half)) if rank < pp // 2 else (pp - 1 - rank, (half, 0))
+    return _dualpipe_row(_Row(place, pp - 1 - place, first=first), place, pp // 2, half)
 
 
-def _raise_stuck(schedule: Schedule, waiting: dict[int, int]) -> NoReturn:
-    """Follows who waits for whom until a rank comes up twice, and names the ranks of that ring.
-
-    `waiting` is the rank by the index (pass * micro_batches + micro_batch) it waits for.
-    """
-    count, last = schedule.micro_batches, 2 * schedule.stages - 1
-
-    def action_at(index: int) -> Action:
-        number, micro_batch = divmod(index, count)
-        kind, stage = ("F", number) if number < schedule.stages else ("B", last - number)
-        return Action(kind, stage, micro_batch)
-
-    waits_for = {rank: action_at(index) for index, rank in waiting.items()}
-    waits_with = {rank: action_at(index + count) for index, rank in waiting.items()}
-    ring: list[int] = []
-    rank = min(waits_for)
-    while rank in waits_for and rank not in ring:
-        ring.append(rank)
-        rank = schedule.rank_of(waits_for[rank].stage)
-    if rank in ring:
-        ring = ring[ring.index(rank) :]
-    waits = [
-        f"rank {rank} at its action {schedule.table[rank].index(waits_with[rank])} "
-        f"({waits_with[rank]}) waits for {waits_for[rank]} "
-        f"of rank {schedule.rank_of(waits_for[rank].stage)}"
-        for rank in ring
-    ]
-    raise ValueError(f"schedule {schedule.name} gets stuck: {'; '.join(waits)}")
+def _dualpipe_v(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
+    return _dualpipe_row(_Row(rank, 2 * pp - 1 - rank), rank, pp, micro_batches)
 
 
-# Proving
+def _dualpipe_row(row: _Row, place: int, places: int, count: int) -> _Row:
+    """The eight steps of DualPipe (github.com/deepseek-ai/DualPipe, README and dualpipe.py) for a
+    rank that is number `place` of `places` between the outermost and the middle (or the turn)."""
+    near, far = 0, 1
+    ahead = places - 1 - place
+    row.run("F", near, 2 * ahead)
+    for _ in range(place + 1):
+        row.run("F", near)
+        row.run("F", far)
+    for _ in range(ahead):
+        row.run("I", far)
+        row.weights()
+        row.run("F", far)
+    for number in range(count - 2 * places + place + 1):
+        if number == 0 and ahead == 0:  # apart, which is a smaller bubble
+            row.run("F", near)
+            row.run("B", far)
+        else:
+            row.pair(near, far)
+        row.pair(far, near)
+    for _ in range(ahead):
+        row.run("B", far)
+        row.pair(far, near)
+    for number in range(2 * (place + 1)):
+        # Of the last 2 (place + 1) backwards the second half leaves its weights for the end.
+        row.run("B" if number < place + 1 else "I", far if number % 2 == 0 else near)
+    for _ in range(ahead):
+        row.weights()
+        row.run("I", near)
+    row.weights(len(row.put_off))
+    return row
 
 
-def validate(schedule: Schedule) -> None:
-    """Proves that a table, from wherever it comes, can be run and does the whole step.
-
-    Holds afterwards: every forward and backward appears exactly once and on the right rank; no
-    action comes before what it needs; the ranks cannot wait for each other in a ring; and every
-    channel is read in the order in which it is written, so that messages need no label.
-    Raises ValueError naming the rank, the action and what it waits for.
-    """
-    _check_each_once(schedule)
-    _check_channels(schedule)
-    at_once = [0.0] * (2 * schedule.stages)
-    _run(schedule, at_once, at_once, at_once)
-
-
-def _check_each_once(schedule: Schedule) -> None:
-    if len(schedule.table) != schedule.pp:
-        raise ValueError(f"the table has {len(schedule.table)} rows for pp {schedule.pp}")
-    seen: set[Action] = set()
-    for rank, row in enumerate(schedule.table):
-        for action in row:
-            kind, stage, micro_batch = action
-            if kind not in ("F", "B"):
-                raise ValueError(f"rank {rank} runs {action}, an action of unknown kind")
-            if not (0 <= stage < schedule.stages and 0 <= micro_batch < schedule.micro_batches):
-                raise ValueError(
-                    f"rank {rank} runs {action}, outside of {schedule.stages} stages and "
-                    f"{schedule.micro_batches} micro-batches"
-                )
-            if schedule.rank_of(stage) != rank:
-                raise ValueError(
-                    f"rank {rank} runs {action}, which belongs to rank {schedule.rank_of(stage)}"
-                )
-            if action in seen:
-                raise ValueError(f"rank {rank} runs {action} twice")
-            seen.add(action)
-    for kind in ("F", "B"):
-        for stage in range(schedule.stages):
-            for micro_batch in range(schedule.micro_batches):
-                action = Action(kind, stage, micro_batch)
-                if action not in seen:
-                    raise ValueError(f"rank {schedule.rank_of(stage)} never runs {action}")
-
-
-def _check_channels(schedule: Schedule) -> None:
-    written: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    read: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    for rank, row in enumerate(schedule.table):
-        for action in row:
-            written[action.kind, action.stage].append(action.micro_batch)
-            for needed in needs(action, schedule.stages):
-                if schedule.rank_of(needed.stage) != rank:
-                    read[needed.kind, needed.stage].append(needed.micro_batch)
-    for (kind, stage), reads in read.items():
-        for sent, expected in zip(written[kind, stage], reads, strict=True):
-            if sent != expected:
-                reader = schedule.rank_of(stage + 1 if kind == "F" else stage - 1)
-                raise ValueError(
-                    f"rank {reader} waits for {Action(kind, stage, expected)} where rank "
-                    f"{schedule.rank_of(stage)} first sends micro-batch {sent}"
-                )
-
-
-# Timing
-
-
-def simulate(
-    schedule: Schedule,
-    forward_s: float | Sequence[float],
-    backward_s: float | Sequence[float],
-    send_s: float | Sequence[float] = 0.0,
-    tail_s: float | Sequence[float] = 0.0,
-) -> Simulation:
-    """Times one step: an action starts when its rank is free and what it needs has arrived.
-
-    `forward_s` and `backward_s` are the seconds of one micro-batch on a virtual stage, one number
-    for all stages or one for each. `send_s` is the seconds a message travels between two ranks,
-    one number or one for each boundary between two virtual stages (stages - 1, in model order);
-    it delays the receiver but occupies neither rank. `tail_s` is what a rank does after its last
-    action (the optimizer step, say), one number or one for each rank.
-    Raises ValueError if the table gets stuck.
-    """
-    stages = schedule.stages
-    forward_s = _each(forward_s, stages, "stage times", "virtual stages")
-    backward_s = _each(backward_s, stages, "stage times", "virtual stages")
-    send_s = _each(send_s, stages - 1, "travel times", "boundaries")
-    tail_s = _each(tail_s, schedule.pp, "tail times", "ranks")
-    down_s = [0.0 if schedule.pp == 1 else seconds for seconds in send_s]
-    arrival_s = [0.0, *down_s, 0.0, *reversed(down_s)]
-    end_s, finish_s, worked_s = _run(schedule, forward_s, backward_s, arrival_s)
-    step_s = max(finish + tail for finish, tail in zip(finish_s, tail_s, strict=True))
-    busy_s = tuple(worked + tail for worked, tail in zip(worked_s, tail_s, strict=True))
-    return Simulation(
-        step_s=step_s,
-        bubble_fraction=1.0 - sum(busy_s) / (schedule.pp * step_s) if step_s else 0.0,
-        busy_s=busy_s,
-        peak_in_flight=tuple(_peak_in_flight(row) for row in schedule.table),
-        schedule=schedule,
-        _end_s=end_s,
-        _arrival_s=arrival_s,
-    )
-
-
-def _each(values: float | Sequence[float], number: int, what: str, owners: str) -> Sequence[float]:
-    if isinstance(values, (int, float)):
-        return [values] * number
-    if len(values) != number:
-        raise ValueError(f"{len(values)} {what} for {number} {owners}")
-    return values
-
-
-def _peak_in_flight(row: tuple[Action, ...]) -> int:
-    in_flight = peak = 0
-    for action in row:
-        in_flight += 1 if action.kind == "F" else -1
-        peak = max(peak, in_flight)
-    return peak
-
-
-# Drawing
-
-
-def draw(schedule: Schedule) -> str:
-    """A picture in plain text: a row a rank, time to the right, a backward twice as long as a
-    forward. `3` is the forward of micro-batch 3, `[3]` its backward, `.` an idle forward's time;
-    with chunks a letter tells the chunk of the rank (`3b`)."""
-    digits = len(str(schedule.micro_batches - 1))
-    unit = digits + (2 if schedule.vpp > 1 else 1)  # characters of one forward, with a space
-    rows = []
-    for rank, row in enumerate(simulate(schedule, 1, 2).timeline):
-        line = ""
-        for (kind, stage, micro_batch), start, end in row:
-            chunk = chr(ord("a") + stage // schedule.pp) if schedule.vpp > 1 else ""
-            label = f"{micro_batch:{digits}d}{chunk}"
-            line += ".".ljust(unit) * (round(start) - len(line) // unit)
-            line += (label if kind == "F" else f"[{label}]").ljust(unit * round(end - start))
-        rows.append(f"rank {rank:{len(str(schedule.pp - 1))}d}  {line.rstrip()}")
-    return "\n".join(rows)
+_ROWS = {
+    "gpipe": _all_forwards_first,
+    "bfs": _all_forwards_first,
+    "1f1b": _one_forward_one_backward,
+    "zb-h1": _zero_bubble_h1,
+    "zb-v": _zero_bubble_v,
+    "dualpipe": _dualpipe,
+    "dualpipe-v": _dualpipe_v,
+}

@@ -68,7 +68,7 @@ def _notes(planned: Planned) -> list[str]:
     candidates = {
         f"fivefold trains in {' or '.join(PRECISIONS)}, not in {plan.precision}: the run file's "
         "precision is kept": plan.precision not in PRECISIONS,
-        f"fivefold does not run schedule={layout.schedule} yet": layout.schedule not in SCHEDULES,
+        f"fivefold does not run schedule={layout.schedule}": layout.schedule not in SCHEDULES,
         "fivefold does not train multi-token prediction yet": planned.mtp_layers > 0,
         f"fivefold cannot train this model yet ({', '.join(planned.config.untrainable)})": bool(
             planned.config.untrainable

@@ -40,6 +40,7 @@ MODELS = {
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
+    "bfs": "LoopedBFS",
     "zb-v": "ZBVZeroBubble",
     "dualpipe-v": "DualPipeV",
 }
