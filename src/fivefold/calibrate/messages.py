@@ -65,14 +65,14 @@ def _groups(processes_per_node: int) -> Iterator[_Group]:
         channel = None
         if size == 2:
             pairs = make_axes(parse(f"dp{world // 2} pp2"), rank, Recorder(), MANY_HEADS)
-            channel = pairs.channels.forward_out or pairs.channels.forward_in
+            channel = pairs.channels["forward", 0, 1]
             yield _Group(axes.tp, None, 1, rank < 2, 1)
         yield _Group(axes.tp, channel, world // size, True, 1)
     world_axes = make_axes(parse(f"tp{world}"), rank, Recorder(), MANY_HEADS)
     channel = None
     if world == 2:
-        pair = make_axes(parse("pp2"), rank, Recorder(), MANY_HEADS).channels
-        channel = pair.forward_out or pair.forward_in
+        pair = make_axes(parse("pp2"), rank, Recorder(), MANY_HEADS)
+        channel = pair.channels["forward", 0, 1]
     yield _Group(world_axes.world, channel, 1, True, 1)
     nodes = world // processes_per_node
     if nodes > 1 and processes_per_node > 1:  # one rank of each node, on all rails at once
