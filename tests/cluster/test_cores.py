@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fivefold.cluster.cores import Core, Pass, core_of, message_s
+from fivefold.cluster.cores import Core, MessageSeconds, Pass, core_of, message_s
 from fivefold.errors import UserError
 
 PASS = {
@@ -15,11 +15,12 @@ PASS = {
     "light_byte": 4e-11,
     "operation": 5e-6,
 }
-REST = {"copy_byte": 1e-11, "optimizer_element": 2e-9, "zero_call": 1e-3, "step": 2e-3}
+REST = {"copy_byte": 1e-11, "optimizer_element": 2e-9, "step": 2e-3}
 OPERATIONS = [
     {"what": "forward", **PASS},
     {"what": "backward", **{name: 2 * value for name, value in PASS.items()}},
     {"what": "rest", **REST},
+    {"what": "call", "kind": "tp", "busy_s": 1e-4, "wait_s": 2e-4},
 ]
 MESSAGES = [
     {"op": "all_reduce", "ranks": 2, "bytes": 1000, "busy_s": 1e-4, "wait_s": 5e-5},
@@ -31,7 +32,8 @@ MESSAGES = [
 
 def test_a_core_is_read_from_the_operations_of_a_file():
     core = core_of(OPERATIONS, "here")
-    assert core == Core(Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST)
+    calls = {"tp": MessageSeconds(1e-4, 2e-4)}
+    assert core == Core(Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST, calls=calls)
 
 
 def test_a_pass_adds_up_the_seconds_of_its_work():

@@ -38,7 +38,6 @@ def machine(cores: int = 2, busy_s: float = 2e-4, wait_s: float = 3e-4) -> dict[
                 "what": "rest",
                 "copy_byte": 1e-11,
                 "optimizer_element": 2e-9,
-                "zero_call": 5e-4,
                 "step": 1e-3,
             },
         ],

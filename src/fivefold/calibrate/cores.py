@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
-from fivefold.calibrate.steps import step_and_zero_call_s
+from fivefold.calibrate.steps import call_records, step_s
 from fivefold.cluster.cluster import Cluster, cluster_of
 from fivefold.cluster.cores import Pass
 from fivefold.layout.many import Layouts
@@ -42,10 +42,10 @@ def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Reco
         "operations": _operation_records(points, machine),
         "messages": message_records(points, top["cores"]),
     }
-    if any(point.what == "step" and point.sizes["size"] == 2 for point in points):
+    if any(point.what == "step" for point in points):
         cluster = cluster_of({**top, **lists}, "here", "here", devices)
-        step_s, zero_call_s = step_and_zero_call_s(points, cluster)
-        lists["operations"][-1] |= {"step": rounded(step_s), "zero_call": rounded(zero_call_s)}
+        lists["operations"][-1]["step"] = rounded(step_s(points, cluster))
+        lists["operations"] += call_records(points, cluster)
     return lists
 
 
@@ -55,7 +55,6 @@ def _operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
     rest = {
         "copy_byte": _copy_byte(points),
         "optimizer_element": _optimizer_element(points),
-        "zero_call": 0.0,
         "step": 0.0,
     }
     records = [

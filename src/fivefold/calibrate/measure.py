@@ -54,11 +54,10 @@ def measure_locally(grid: Grid, device: str, processes: int) -> Measured:
 
 
 def _steps(processes: int) -> Iterator[Point]:
-    """Whole steps of a tiny model, as far as there are processes for them."""
-    for text in steps.LAYOUTS:
+    """Whole steps of a small model, where there are two processes for them."""
+    for model, text in steps.cases() if processes > 1 else ():
         world_size = steps.layout_of(text).world_size
-        if world_size <= processes:
-            yield from merged([[p] for p in launch(steps.measure_step, world_size, text)])
+        yield from merged(launch(steps.measure_step, world_size, model, text))
 
 
 def measure_joined(grid: Grid, device: str) -> Measured | None:

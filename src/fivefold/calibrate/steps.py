@@ -1,53 +1,73 @@
-"""Whole training steps of a tiny model: what a step takes beside the layers, the messages and the
-optimizer that were measured one by one."""
+"""Whole training steps of a small model on two processes: what splits and steps take beside the
+layers, the messages and the optimizer that were measured one by one."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fivefold.calibrate.points import Point
+from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.plan.estimate import simulate
 from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.parts import Rank
+from fivefold.plan.sharing import kind_of
 
-SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 128, 8, 512
-STEPS = 8
-LAYOUTS = ("mb2", "dp2 zero3 mb2")
-"""One process, whose step has nothing else in it; and ZeRO 3, whose every layer is gathered and
-reduced by FSDP2."""
+SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
+STEPS, WARM_UP = 10, 3
+ALONE = "mb2"
+SPLITS = {
+    "zero": "dp2 zero3 mb2",
+    "tp": "tp2 mb2",
+    "ulysses": "ulysses2 mb2",
+    "ring": "ring2 mb2",
+    "ep": "dp2 ep2 mb2",
+}
+"""A layout with the messages of each kind (`sharing.kind_of`), beside which `UNSPLIT` has none."""
+UNSPLIT = "dp2 mb2"
+DENSE = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+MIXTURE = DENSE | {
+    "model_type": "mixtral",
+    "intermediate_size": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+}
+MODELS = {"dense": DENSE, "mixture": MIXTURE}
 
 
-def tiny_model() -> ModelConfig:
-    return load_config(
-        {
-            "model_type": "llama",
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-5,
-        }
-    )
+def cases() -> list[tuple[str, str]]:
+    """The (model, layout) that are measured; those of two processes last."""
+    dense = [text for name, text in SPLITS.items() if name != "ep"]
+    mixture = [("mixture", UNSPLIT), ("mixture", SPLITS["ep"])]
+    return [*(("dense", text) for text in (ALONE, UNSPLIT, *dense)), *mixture]
 
 
 def layout_of(text: str) -> Layout:
     """With the accumulation that makes up the batch."""
     layout = parse(text)
-    sequences = GLOBAL_BATCH // layout.dp // layout.micro_batch
-    return parse(f"{text} ga{sequences}")
+    return parse(f"{text} ga{GLOBAL_BATCH // layout.dp // layout.micro_batch}")
 
 
-def measure_step(text: str) -> Point:
-    """Run by each process of the layout, once the default process group exists."""
+def measure_step(model: str, text: str) -> list[Point]:
+    """A step, and the part of it outside of the forward and backward passes. Run by each process of
+    the layout, once the default process group exists."""
     import torch
     import torch.distributed as dist
 
@@ -58,7 +78,7 @@ def measure_step(text: str) -> Point:
 
     layout = layout_of(text)
     trainer = Trainer(
-        tiny_model(),
+        load_config(MODELS[model]),
         layout,
         Samples(_Tokens(), SEQUENCE_LENGTH, GLOBAL_BATCH, seed=0),  # pyright: ignore
         Optimizer(lr=1e-4),
@@ -68,14 +88,40 @@ def measure_step(text: str) -> Point:
         recorder=Recorder(),
         device=torch.device("cpu"),
     )
-    walls, cpus = [], []
+    whole, passes = _Clocked(trainer.step), _Clocked(trainer.pipeline.run_step)
+    trainer.pipeline.run_step = passes
     for step in range(STEPS):
+        whole(step, 1e-4)
+    sizes = {"model": model, "layout": text}
+    outside = [
+        [of_step - of_passes for of_step, of_passes in zip(*pair, strict=True)]
+        for pair in ((whole.wall_s, passes.wall_s), (whole.cpu_s, passes.cpu_s))
+    ]
+    return [
+        Point("step", sizes, _steady(whole.wall_s), _steady(whole.cpu_s)),
+        Point("outside", sizes, _steady(outside[0]), _steady(outside[1])),
+    ]
+
+
+class _Clocked:
+    """A function that writes down the seconds of its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def __call__(self, *args: Any) -> Any:
         wall, cpu = time.perf_counter(), time.process_time()
-        trainer.step(step, 1e-4)
-        cpus.append(time.process_time() - cpu)
-        walls.append(time.perf_counter() - wall)
-    wall_s, cpu_s = statistics.median(walls[2:]), statistics.median(cpus[2:])
-    return Point("step", {"layout": text, "size": layout.world_size}, wall_s, cpu_s)
+        result = self.function(*args)
+        self.cpu_s.append(time.process_time() - cpu)
+        self.wall_s.append(time.perf_counter() - wall)
+        return result
+
+
+def _steady(seconds: Sequence[float]) -> float:
+    """The median of those after the warm-up."""
+    return statistics.median(seconds[WARM_UP:])
 
 
 @dataclass(frozen=True)
@@ -94,34 +140,69 @@ class _Tokens:
 # --- what they say -----------------------------------------------------------------------------
 
 
-def step_and_zero_call_s(points: Sequence[Point], cluster: Cluster) -> tuple[float, float]:
-    """Seconds once a step, and of a gather or reduction of ZeRO beside message and copies: what is
-    left of measured steps when the planned rest is taken off. `cluster` has all but these two."""
-    alone, sharded = (
-        next(p for p in points if p.what == "step" and p.sizes["layout"] == text)
-        for text in LAYOUTS
+@dataclass(frozen=True)
+class _Step:
+    """A step as measured and as planned so far. Processor seconds of a rank, and its waiting."""
+
+    busy_s: float
+    wait_s: float
+    planned_busy_s: float
+    planned_wait_s: float
+    calls: dict[str, float]  # messages by kind
+
+
+def step_s(points: Sequence[Point], cluster: Cluster) -> float:
+    """Processor seconds of a step outside of its passes and beside the optimizer's elements."""
+    wanted = {"model": "dense", "layout": ALONE}
+    point = next(p for p in points if p.what == "outside" and p.sizes == wanted)
+    rank = _planned(cluster, load_config(DENSE), layout_of(ALONE))
+    return max(0.0, point.cpu_s - _number(rank.optimizer))
+
+
+def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
+    """What the program takes around a message of each kind, beside the message: by how much more a
+    step with such messages differs from one without than is planned so far."""
+    records = []
+    for kind, text in SPLITS.items():
+        model = "mixture" if kind == "ep" else "dense"
+        split, plain = (_step(points, cluster, model, each) for each in (text, UNSPLIT))
+        busy_s = (split.busy_s - plain.busy_s) - (split.planned_busy_s - plain.planned_busy_s)
+        wait_s = (split.wait_s - plain.wait_s) - (split.planned_wait_s - plain.planned_wait_s)
+        seconds = {"busy_s": busy_s, "wait_s": wait_s}
+        each = {name: rounded(max(0.0, s / split.calls[kind])) for name, s in seconds.items()}
+        records.append({"what": "call", "kind": kind, **each})
+    return records
+
+
+def _step(points: Sequence[Point], cluster: Cluster, model: str, text: str) -> _Step:
+    wanted = {"model": model, "layout": text}
+    point = next(p for p in points if p.what == "step" and p.sizes == wanted)
+    rank = _planned(cluster, load_config(MODELS[model]), layout_of(text))
+    m, waits = _number(rank.micro_batches), rank.waits
+    calls: dict[str, float] = {}
+    for row in rank.rows:
+        kind = kind_of(row.transfer)
+        calls[kind] = calls.get(kind, 0.0) + _number(row.transfer.calls)
+    return _Step(
+        busy_s=point.cpu_s,
+        wait_s=max(0.0, point.wall_s - point.cpu_s),
+        planned_busy_s=m * _number(rank.busy) + _number(rank.once),
+        planned_wait_s=m * _number(waits.forward + waits.backward) + _number(waits.once),
+        calls=calls,
     )
-    step, _ = _left_s(alone, cluster)
-    rest, calls = _left_s(sharded, cluster)
-    return max(step, 0.0), max((rest - step) / calls, 0.0)
 
 
-def _left_s(point: Point, cluster: Cluster) -> tuple[float, float]:
-    """Processor seconds of a rank that are not planned, and its gathers and reductions."""
-    layout = layout_of(str(point.sizes["layout"]))
+def _planned(cluster: Cluster, config: ModelConfig, layout: Layout) -> Rank:
     job = Job(
-        tiny_model(),
+        config,
         cluster.with_devices(layout.world_size),
         SEQUENCE_LENGTH,
         GLOBAL_BATCH,
         "fp32",
         ENGINES["fivefold"],
     )
-    rank = simulate(job, [layout])[0].stages.time.ranks["first"]
-    planned = float(np.ravel(rank.micro_batches * rank.busy + rank.once)[0])
-    calls = sum(
-        float(np.ravel(row.transfer.calls)[0])
-        for row in rank.rows
-        if row.transfer.op in ("all_gather", "reduce_scatter")
-    )
-    return point.cpu_s - planned, calls
+    return simulate(job, [layout])[0].stages.time.ranks["first"]
+
+
+def _number(value: Any) -> float:
+    return float(np.ravel(value)[0])

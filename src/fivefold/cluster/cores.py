@@ -44,8 +44,18 @@ class Core:
     backward: Pass
     copy_byte: float  # read or written by a copy
     optimizer_element: float  # of its norm and its update
-    zero_call: float  # of each gather and reduction of ZeRO, beside message and copies
     step: float  # once a step
+    calls: Mapping[str, MessageSeconds]
+    """What the program does around a message, beside the message, by kinds of messages (see
+    `plan.sharing.kind_of`); nothing for a kind that is not among them."""
+
+
+@dataclass(frozen=True)
+class MessageSeconds:
+    """One call on one rank, numbers or arrays [n] over layouts."""
+
+    busy: Any  # of its core
+    wait: Any  # in which its core is free
 
 
 def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
@@ -64,16 +74,13 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
 
     names = [field.name for field in fields(Pass)]
     forward, backward = (Pass(*numbers(what, names)) for what in ("forward", "backward"))
-    rest = ["copy_byte", "optimizer_element", "zero_call", "step"]
-    return Core(forward, backward, *numbers("rest", rest))
-
-
-@dataclass(frozen=True)
-class MessageSeconds:
-    """One call on one rank, arrays [n] over layouts."""
-
-    busy: Any  # of its core
-    wait: Any  # in which its core is free
+    copy_byte, optimizer_element, step = numbers("rest", ["copy_byte", "optimizer_element", "step"])
+    calls = {
+        str(record["kind"]): MessageSeconds(float(record["busy_s"]), float(record["wait_s"]))
+        for record in operations
+        if record.get("what") == "call"
+    }
+    return Core(forward, backward, copy_byte, optimizer_element, step, calls)
 
 
 def message_s(

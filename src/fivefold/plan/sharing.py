@@ -37,17 +37,25 @@ def message(cluster: Cluster, transfer: Transfer) -> Message:
     # The ring's sends are swaps with both neighbours at once.
     op = "shift" if transfer.axis == "ring" else transfer.op
     one = message_s(cluster.messages, op, transfer.group_size, transfer.payload_bytes)
-    calls, busy = transfer.calls, one.busy
-    if _by_zero(transfer):
-        copies = ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
-        busy = busy + cluster.core.zero_call + copies
+    busy, wait, kind = one.busy, one.wait, kind_of(transfer)
+    if kind in cluster.core.calls:
+        around = cluster.core.calls[kind]
+        busy, wait = busy + around.busy, wait + around.wait * (not beside_compute(transfer))
+    if kind == "zero":
+        busy = busy + ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
     if _between_stages(transfer):
         busy = 2 * busy  # as many messages arrive as leave
-    return Message(transfer, busy, calls * busy, calls * one.wait)
+    several = np.asarray(transfer.group_size) > 1
+    busy, wait = busy * several, wait * several
+    return Message(transfer, busy, transfer.calls * busy, transfer.calls * wait)
 
 
-def _by_zero(transfer: Transfer) -> bool:
-    return transfer.split == "dp" and transfer.op in ("all_gather", "reduce_scatter")
+def kind_of(transfer: Transfer) -> str:
+    """What part of the program sends it: `zero` of FSDP2, else the axis that it goes along, where
+    everything of experts is `ep`."""
+    if transfer.split == "dp" and transfer.op in ("all_gather", "reduce_scatter"):
+        return "zero"
+    return "ep" if transfer.split == "ep" else transfer.axis
 
 
 def _between_stages(transfer: Transfer) -> bool:
