@@ -589,6 +589,127 @@ def layout(
         console.print(layout_table(layout))
 
 
+@app.command()
+def schedule(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Such as zb-v, or a table of your own: FILE.csv."),
+    ] = None,
+    pp: Annotated[int, typer.Option("--pp", metavar="N", min=1, help="Pipeline ranks.")] = 4,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", metavar="N", min=1, help="Of a step.")
+    ] = 8,
+    vpp: Annotated[
+        int | None,
+        typer.Option("--vpp", metavar="N", min=1, help="Stages a rank; as few as it can be."),
+    ] = None,
+    forward_s: Annotated[
+        float, typer.Option("--forward-s", metavar="S", min=0, help="Of a stage's forward.")
+    ] = 1.0,
+    backward_s: Annotated[
+        float, typer.Option("--backward-s", metavar="S", min=0, help="Of its whole backward.")
+    ] = 2.0,
+    weight_s: Annotated[
+        float | None,
+        typer.Option("--weight-s", metavar="S", min=0, help="Of that, for the weights; half."),
+    ] = None,
+    send_s: Annotated[
+        float, typer.Option("--send-s", metavar="S", min=0, help="A message between two ranks.")
+    ] = 0.0,
+    overlapped_s: Annotated[
+        float | None,
+        typer.Option(
+            "--overlapped-s",
+            metavar="S",
+            min=0,
+            help="A forward and a backward side by side, where the schedule has such pairs.",
+        ),
+    ] = None,
+    svg: Annotated[
+        str | None, typer.Option("--svg", metavar="FILE", help="Draw it, in simulated time.")
+    ] = None,
+    csv: Annotated[
+        str | None,
+        typer.Option("--csv", metavar="FILE", help="Write the table, to change or to run."),
+    ] = None,
+    list_names: Annotated[
+        bool, typer.Option("--list", help="Name the schedules that are known.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw and time a pipeline schedule: who waits when, and what each rank keeps.
+
+    A schedule is a table of actions for each rank. It is proved before it is timed: every
+    micro-batch passes every stage once each way, nothing comes before what it needs, and no ranks
+    wait for each other in a ring. Stages are equal here; `plan` times those of a model.
+
+    \b
+    Examples:
+      fivefold schedule --list
+      fivefold schedule 1f1b --pp 8 --micro-batches 16
+      fivefold schedule zb-v --pp 4 --micro-batches 8 --svg zb-v.svg
+      fivefold schedule dualpipe --pp 8 --micro-batches 20 --overlapped-s 2.5
+      fivefold schedule zb-h1 --csv mine.csv
+      fivefold schedule mine.csv --weight-s 0.8
+    """
+    from fivefold.report.schedule_tables import (
+        MEANINGS,
+        picture,
+        schedule_report,
+        schedule_table,
+    )
+
+    if list_names:
+        if as_json:
+            _print_json(MEANINGS)
+        else:
+            print(*(f"{name:10}  {meaning}" for name, meaning in MEANINGS.items()), sep="\n")
+        return
+    if name is None:
+        raise UserError("which schedule? `fivefold schedule --list` names them")
+
+    import math
+
+    from fivefold.parallel.pipeline.picture import svg as draw_svg
+    from fivefold.parallel.pipeline.schedules import asked_for
+    from fivefold.parallel.pipeline.simulation import simulate
+
+    table = asked_for(name, pp, vpp, micro_batches)
+    for seconds in (forward_s, backward_s, weight_s or 0.0, send_s, overlapped_s or 0.0):
+        if not math.isfinite(seconds):
+            raise UserError(f"{seconds} is no number of seconds: write one like 0.25")
+    if weight_s is not None and weight_s > backward_s:
+        raise UserError(
+            f"--weight-s {weight_s:g} is a part of the backward, and --backward-s is {backward_s:g}"
+        )
+    result = simulate(
+        table, forward_s, backward_s, send_s, weight_s=weight_s, overlapped_s=overlapped_s
+    )
+    report = schedule_report(result)
+    if csv is not None:
+        _write_file(csv, table.text())
+    if svg is not None:
+        _write_file(svg, draw_svg(result))
+    if as_json:
+        _print_json(report)
+        return
+    from rich.console import Console
+
+    print(picture(table))
+    print(
+        f"\nstep {report['step_s']:g} s, idle {report['bubble_fraction']:.1%} of it; activations "
+        "in those of one micro-batch on one stage"
+    )
+    Console(highlight=False).print(schedule_table(report))
+
+
+def _write_file(path: str, text: str) -> None:
+    try:
+        write_aside(Path(path), text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
 def _print_json(data: dict) -> None:
     import json
 

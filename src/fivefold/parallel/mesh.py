@@ -53,7 +53,7 @@ class Axes:
     etp: Axis
     edp: Axis  # replicas of an expert weight
     edp_shard: Axis  # what ZeRO shards an expert weight over
-    tied: Axis  # first and last stage, which both hold a tied embedding
+    tied: Axis  # ranks of the first and the last stage, which both hold a tied embedding
     channels: Channels
     dense_mesh: DeviceMesh | None  # dimensions "fsdp", "tp" (or "kv", "copies"); only split ones
     expert_mesh: DeviceMesh | None  # dimensions "fsdp", "ep", "etp"; only split ones
@@ -172,7 +172,7 @@ def _time_limit() -> timedelta:
 
 
 def _first_and_last(layout: Layout) -> np.ndarray:
-    if layout.pp == 1:
+    if layout.ends_meet:
         return np.arange(layout.world_size).reshape(-1, 1)
     return groups(layout, "pp")[:, [0, -1]]
 

@@ -130,8 +130,13 @@ class Work:
 
     @property
     def holds_copy(self) -> Any:
-        """Is here the last stage's copy of an embedding that another rank has too?"""
-        return self.last & np.logical_not(self.layout.ends_meet) & self.shares_embedding
+        """Is here the last stage's copy of an embedding that the first stage has too?
+
+        On a rank that has both stages of a V, multi-token prediction shares the embedding
+        (arXiv:2412.19437, section 2.2); a tied head, of another stage, has its own copy.
+        """
+        apart = np.logical_not(self.layout.ends_meet) & self.shares_embedding
+        return self.last & (apart | (self.layout.turns_back & self.config.tied_embeddings))
 
     @property
     def sums_embedding(self) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import UserError
+from fivefold.layout.actions import is_table_file
 from fivefold.layout.legality import allowed_tp, legal, violations
 from fivefold.layout.many import SHARED, Layouts
 from fivefold.layout.notation import (
@@ -129,13 +130,24 @@ NEUTRAL: dict[str, Any] = {
 """The value of each field that does without the split."""
 
 
+def parse_named(text: str, gpus: int | None = None) -> Layout:
+    """A layout's text for the planner, which has formulas for the schedules with a name only."""
+    layout = parse(text, gpus)
+    if is_table_file(layout.schedule):
+        raise UserError(
+            f"schedule={layout.schedule} is a table of your own, which is run and not planned: "
+            "`fivefold schedule` times it, and a layout to plan has a schedule with a name"
+        )
+    return layout
+
+
 def _value_of(token: str) -> tuple[str, Any]:
     """The field that one token states, and its value."""
     (name,) = stated(token)
     if name == "edp":  # edp alone: dp is what the experts leave, all of it
         return "edp", int(token[3:])
     name = FIELDS.get(name, name)
-    layout = parse(token)
+    layout = parse_named(token)
     if name == "recompute":
         return name, (layout.recompute, layout.recompute_layers)
     return name, getattr(layout, name)

@@ -25,6 +25,7 @@ from fivefold.layout.words import join_or
 from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.presets import are_dimensions, read_model
+from fivefold.plan.enumerate import parse_named
 from fivefold.plan.job import ENGINES, PRODUCT_BYTES, Job
 from fivefold.plan.search import Wishes
 
@@ -100,7 +101,7 @@ def ask(options: Options) -> Question:
     _check(options, config)
     notes += config.notes
     sequence_length = options.sequence_length or _usual_length(config, notes)
-    layout = None if options.layout is None else parse(options.layout, gpus)
+    layout = None if options.layout is None else parse_named(options.layout, gpus)
     global_batch = _global_batch(options, gpus, sequence_length, layout, notes)
     job = Job(
         config=config,
@@ -394,6 +395,6 @@ def measured_step(text: str, job: Job) -> tuple[Layout, float]:
     seconds = float(parts[1]) * TIME_UNITS[parts[2]] if parts else 0.0
     if not equals or not line.strip() or not 0 < seconds <= LARGEST_NUMBER:
         raise UserError(f'--measured {text!r} is no measured step: write it like "tp8 pp4=9.31s"')
-    layout = parse(line, job.cluster.num_devices)
+    layout = parse_named(line, job.cluster.num_devices)
     layout = with_global_batch(layout, job.global_batch, stated(line))
     return layout, seconds

@@ -257,6 +257,7 @@ def load(trainer: Trainer, saved: Saved) -> None:
             f"rank {rank} cannot read the checkpoint {saved.folder} ({type(cause).__name__}: "
             f"{_first_sentence(cause)}): move it away to resume from an older one"
         ) from cause
+    trainer.optimizer.update_copies()
 
 
 # --- small helpers -----------------------------------------------------------------------------

@@ -19,12 +19,13 @@ class AdamW:
     """
 
     def __init__(self, stages: Iterable[nn.Module], settings: Optimizer) -> None:
-        self._values: dict[str, Tensor] = {}
-        decayed, others = [], []
-        for stage in stages:
-            for name, p in stage.named_parameters():
-                value = self._values[name] = local_tensor(p)
-                (decayed if is_decayed(name) else others).append(value)
+        self._named: list[tuple[str, Tensor]] = [
+            (name, local_tensor(p)) for stage in stages for name, p in stage.named_parameters()
+        ]
+        # Where a V of stages has both ends on one rank, that has a tied embedding twice.
+        self._values = dict(self._named)
+        decayed = [value for name, value in self._named if is_decayed(name)]
+        others = [value for name, value in self._named if not is_decayed(name)]
         groups = [
             {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -38,18 +39,28 @@ class AdamW:
         )
 
     def step(self, parameters: list[LocalParameter], lr: float, grad_scale: float) -> None:
-        """Update with gradients times `grad_scale`."""
+        """Update all stages' parameters, in their order, with gradients times `grad_scale`."""
         gradients = [x.grad for x in parameters]
         torch._foreach_mul_(gradients, grad_scale)  # pyright: ignore[reportPrivateImportUsage]
-        for x in parameters:
-            self._values[x.name].grad = x.grad
+        for x, (_, value) in zip(parameters, self._named, strict=True):
+            value.grad = x.grad
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Moments and step count of one parameter (by global name); made if need be."""
-        value = self._values[name]
+        return self._state(self._values[name])
+
+    def update_copies(self) -> None:
+        """Make a second copy of a parameter what the one is that `state` is about."""
+        for name, value in self._named:
+            if value is not self._values[name]:
+                value.copy_(self._values[name])
+                for key, held in self._state(value).items():
+                    held.copy_(self.state(name)[key])
+
+    def _state(self, value: Tensor) -> dict[str, Tensor]:
         state = self.torch.state[value]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)

@@ -19,7 +19,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
-from fivefold.parallel.data.run import DataParallel, LocalParameter
+from fivefold.parallel.data.run import DataParallel, LocalParameter, sum_copies
 from fivefold.parallel.expert import run as expert
 from fivefold.parallel.mesh import make_axes
 from fivefold.parallel.pipeline.proof import validate
@@ -153,6 +153,7 @@ class Trainer:
         self.recorder.phase = "optimizer"
         with self.spans.doing("optimizer"):
             parameters = [x for data in self.data.values() for x in data.finish()]
+            sum_copies(parameters)
         return sums, parameters
 
     def _read(self, step: int) -> list[MicroBatch]:

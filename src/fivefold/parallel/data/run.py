@@ -235,7 +235,7 @@ class DataParallel:
                 assert isinstance(p.grad, DTensor), f"no gradient for {name}"
                 main_grad = local_tensor(p.grad)
             if self._is_tied(name):
-                replicas *= self.axes.tied.size
+                replicas *= 1 + (self.axes.layout.pp > 1)
             yield LocalParameter(name, p, local_tensor(p), main_grad, replicas)
 
     def _is_tied(self, name: str) -> bool:
@@ -253,8 +253,17 @@ class DataParallel:
             _sum_together(named, axis.on_behalf_of("sp" if self.axes.layout.sp else "tp"))
 
     def _sum_tied(self, parameters: list[LocalParameter]) -> None:
-        """A tied embedding lives on the first and on the last stage."""
+        """A tied embedding lives on the first and on the last stage; here, on different ranks."""
         _sum_together([x.grad for x in parameters if self._is_tied(x.name)], self.axes.tied)
+
+
+def sum_copies(parameters: list[LocalParameter]) -> None:
+    """A rank of a V with both ends of the pipeline holds a tied embedding twice."""
+    first: dict[str, LocalParameter] = {}
+    for x in parameters:
+        if (one := first.setdefault(x.name, x)) is not x:
+            one.grad += x.grad
+            x.grad.copy_(one.grad)
 
 
 def _head(stage: Stage) -> list[nn.Parameter]:

@@ -55,6 +55,31 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
     return Schedule(name, pp, vpp, micro_batches, table, placement, pairs)
 
 
+LARGEST_ASKED_FOR = 4_000_000
+"""Actions of a schedule that is drawn or timed by hand."""
+
+
+def asked_for(name: str, pp: int, vpp: int | None, micro_batches: int) -> Schedule:
+    """The schedule that someone names: without `vpp`, with as few stages a rank as it can have; a
+    file says its numbers itself. It has been proved. Raises UserError as `build` does, and for a
+    schedule that is too large.
+    """
+    if is_table_file(name):
+        return from_file(name)
+    if vpp is None:
+        vpp = 2 if name in ("bfs", "interleaved", "zb-v", "dualpipe-v") else 1
+    name = "1f1b" if name == "interleaved" and vpp > 1 else name
+    actions = 3 * pp * vpp * micro_batches
+    if actions > LARGEST_ASKED_FOR:
+        raise UserError(
+            f"pp {pp} x vpp {vpp} x {micro_batches} micro-batches is a table of up to {actions:,} "
+            f"actions: the most is {LARGEST_ASKED_FOR:,}"
+        )
+    schedule = build(name, pp, vpp, micro_batches)
+    validate(schedule)
+    return schedule
+
+
 def from_file(path: str) -> Schedule:
     """The table of a file, proved. Raises UserError where it cannot be read or cannot run."""
     file = read_table(path)

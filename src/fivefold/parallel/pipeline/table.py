@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from fivefold.errors import UserError
 from fivefold.layout import actions
-from fivefold.layout.actions import BOTH_ENDS, LOOP, Action
+from fivefold.layout.actions import BOTH_ENDS, LOOP, Action, table_text
 
 
 class Message(NamedTuple):
@@ -56,6 +57,16 @@ class Schedule:
         rank = actions.rank_of(stage, self.pp, self.placement)
         from_the_end = self.placement == BOTH_ENDS and micro_batch >= self.micro_batches // 2
         return self.pp - 1 - rank if from_the_end else rank
+
+    def text(self) -> str:
+        """The table as the text of a file. Raises UserError for two copies of the stages, which
+        the format cannot tell apart."""
+        if self.placement == BOTH_ENDS:
+            raise UserError(
+                f"schedule={self.name} has two copies of each stage, which no table in a file can "
+                "tell apart: dualpipe-v has one"
+            )
+        return table_text(self.table, self.pairs or (frozenset(),) * self.pp)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
