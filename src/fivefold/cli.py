@@ -191,6 +191,14 @@ HereOption = Annotated[
         "--here", help="On this machine, as `fivefold calibrate` measures it (once) and keeps it."
     ),
 ]
+TimelineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--timeline",
+        metavar="FILE",
+        help="Write the first layout's step, for https://ui.perfetto.dev.",
+    ),
+]
 ListOption = Annotated[
     bool, typer.Option("--list", help="Name the models and clusters that are known.")
 ]
@@ -222,6 +230,7 @@ def plan(
     from_megatron: MegatronOption = None,
     dims: DimsOption = None,
     save: SaveOption = None,
+    timeline: TimelineOption = None,
     list_names: ListOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -272,7 +281,7 @@ def plan(
             measured=tuple(measured or ()),
         )
     )
-    _show(question, as_json, save)
+    _show(question, as_json, save, timeline)
 
 
 def _here(cluster: str | None) -> str:
@@ -290,10 +299,12 @@ def _here(cluster: str | None) -> str:
     return str(path)
 
 
-def _show(question: Question, as_json: bool, save: str | None) -> None:
+def _show(question: Question, as_json: bool, save: str | None, timeline: str | None) -> None:
     """Answers, prints, saves, and ends with the exit code."""
     from fivefold.plan.answer import answer, plan_file, refuse_unsavable
+    from fivefold.report.timeline import check_writer
 
+    check_writer(timeline)
     if save is not None:
         refuse_unsavable(question, save)
     result = answer(question)
@@ -314,7 +325,19 @@ def _show(question: Question, as_json: bool, save: str | None) -> None:
         from fivefold.plan import planfile
 
         planfile.save(plan_file(question, result), save)
+    if timeline is not None and result["layouts"]:
+        _save_timeline(question, result["layouts"][0]["layout"], timeline)
     raise typer.Exit(0 if fits else 1)
+
+
+def _save_timeline(question: Question, layout: str, path: str) -> None:
+    from fivefold.layout.notation import parse
+    from fivefold.plan.answer import job_of
+    from fivefold.plan.timeline import planned_step
+    from fivefold.report.timeline import of_plan, save
+
+    parsed = parse(layout)
+    save(of_plan(planned_step(job_of(question, parsed), parsed)), path)
 
 
 def _print_names(as_json: bool) -> None:

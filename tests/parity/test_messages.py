@@ -49,7 +49,8 @@ def test_tokens_reach_experts_and_come_back_when_most_ranks_send_nothing(counts)
         exchange = ExpertExchange(axes)
         rows = torch.arange(sum(counts[rank]) * 2.0).view(-1, 2) + 100 * rank
         rows.requires_grad_()
-        arrived, local_counts, trip = exchange.dispatch(rows, torch.tensor(counts[rank]))
+        travelling = exchange.dispatch(rows, torch.tensor(counts[rank]))
+        arrived, local_counts, trip = exchange.arrive(travelling)
         factor = rank + 1.0
         back = exchange.combine(arrived * factor, trip)
         back.sum().backward()

@@ -29,6 +29,7 @@ from fivefold.train.prepare import prepare_run
 from fivefold.train.runfile import Run, load_run
 from fivefold.train.trainer import StepResult, Trainer
 from tests.helpers import refusal
+from tests.report.test_timeline import read as read_timeline
 
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -156,6 +157,26 @@ def test_a_cluster_that_cannot_compute_as_the_run_does_is_refused_before_it_star
     text = refusal(train, make(values, cluster="0.05TFLOPS,8GB,0.01TB/s:8x2GB/s"))
     assert "has no matrix products in fp32: it has bf16" in text
     assert not Path(values["out"]).exists()
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(1, {1}), (4, {2, 3}), (2, {2})])
+def test_a_timeline_has_the_steps_after_the_first_of_all_ranks(
+    steps: int, shown: set[int], values: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.pftrace"
+    train(make(values, steps=steps, layout="pp2 tp2", timeline=str(file), timeline_steps=2))
+    slices = read_timeline(file)
+    names = {f"rank {rank}: pp{rank // 2} tp{rank % 2}" for rank in range(4)}
+    assert {each.place[0] for each in slices} == names
+    for name in names:
+        own = {each.name for each in slices if each.place == (name, "compute")}
+        assert {each for each in own if each.startswith("step")} == {f"step {n}" for n in shown}
+        assert {"data", "optimizer", "wait: tp all_reduce", "wait: pp receive"} <= own
+        actions = [each for each in slices if each.place[0] == name and "micro" in each.name]
+        assert len(actions) == 8 * len(shown)  # both passes of 4 micro-batches
+    sent = sorted(each.flows for each in slices if each.name == "pp send")
+    received = sorted(each.flows for each in slices if each.name == "pp receive")
+    assert sent == received and len(sent) == 16 * len(shown)
 
 
 def test_nothing_is_written_without_out(values: dict[str, Any], tmp_path: Path) -> None:

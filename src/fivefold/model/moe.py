@@ -29,9 +29,14 @@ class Exchange(Protocol):
         """Sum of counts over the ranks that route parts of the same sequences."""
         ...
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
-        """Send rows [n, hidden], sorted by expert with `counts` [num_experts] each. Returns the
-        rows for the local experts in their order, how many for each, and what combine needs."""
+    def dispatch(self, rows: Tensor, counts: Tensor) -> Any:
+        """Begin to send rows [n, hidden], sorted by expert with `counts` [num_experts] each.
+        Returns what arrive needs."""
+        ...
+
+    def arrive(self, travelling: Any) -> tuple[Tensor, list[int], Any]:
+        """Wait for what was dispatched: the rows for the local experts in their order, how many for
+        each, and what combine needs."""
         ...
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
@@ -51,7 +56,11 @@ class NoExchange:
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         return counts
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, counts
+
+    def arrive(self, travelling: tuple[Tensor, Tensor]) -> tuple[Tensor, list[int], None]:
+        rows, counts = travelling
         return rows, counts.tolist(), None
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
@@ -165,20 +174,23 @@ class MoE(nn.Module):
         `sequence_length`); `valid` [batch]: tokens of each sequence that count in the loss.
         Returns the output and this rank's part of the balance loss, summed over sequences with
         `valid` as weights."""
-        shared = self._shared(x)
         own = self.exchange.own_tokens(x)
         tokens = own.flatten(0, 1)
         weights, experts, probabilities = self._route(tokens)
-        balance = self._balance_loss(experts, probabilities, own.shape[1], sequence_length, valid)
 
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.config.num_experts)
         rows = tokens.index_select(0, order // self.config.experts_per_token)
-        rows, local_counts, state = self.exchange.dispatch(rows, counts)
+        travelling = self.exchange.dispatch(rows, counts)
+        shared = self._shared(x)  # beside the rows' way
+        rows, local_counts, state = self.exchange.arrive(travelling)
         rows = self.exchange.combine(self.experts(rows, local_counts), state)
         chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)
         y = (chosen * weights.to(chosen.dtype).unsqueeze(-1)).sum(1)
+        # After the experts, so that its backward pass, which announces the layer's to FSDP2, comes
+        # before theirs.
+        balance = self._balance_loss(experts, probabilities, own.shape[1], sequence_length, valid)
         y = self.exchange.all_tokens(y.view_as(own))
         return (y if shared is None else y + shared), balance
 

@@ -233,15 +233,23 @@ def all_to_all_rows(
     `owned_rows` is the number of rows on the side of the rank whose tokens they are; it is what
     the ledger counts (see fivefold.ledger).
     """
+    _, pending = start_all_to_all_rows(x, axis, send, receive, owned_rows)
+    return pending.wait()
+
+
+def start_all_to_all_rows(
+    x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], owned_rows: int
+) -> tuple[Tensor, Pending]:
+    """Begin `all_to_all_rows`: the tensor of the rows to come, which are there after the wait."""
     if axis.size == 1:
-        return x
+        return x, Pending([], lambda: x)
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
     message = axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
     out = x.new_empty(sum(receive), *x.shape[1:])
     if axis.recorder.dry:
-        return out.zero_()
+        return out, Pending([], out.zero_, message)
     work = _start_all_to_all(out, x.contiguous(), axis, receive, send)
-    return Pending([work], lambda: out, message).wait()
+    return out, Pending([work], lambda: out, message)
 
 
 def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:

@@ -83,7 +83,7 @@ def answer(question: Question) -> Answer:
     return result
 
 
-def _job_of(question: Question, layout: Layout) -> Job:
+def job_of(question: Question, layout: Layout) -> Job:
     """The job on the devices that a layout uses, which may be fewer than there are."""
     if layout.world_size == question.job.cluster.num_devices:
         return question.job
@@ -248,7 +248,7 @@ def _finished(question: Question, each: Estimate, sharpened: Sharpened) -> Estim
         factor, low, high = sum(own) / len(own) / each.step_time_s, min(own), max(own)
     else:
         factor = sharpened.factor
-        job = _job_of(question, each.layout)
+        job = job_of(question, each.layout)
         low, high = sharpened.interval(job, each.layout, each.step_time_s)
     each = replace(each, verdict=_verdict(question, each.peak_memory_bytes))
     return _scaled(each, factor, low, high)
@@ -318,7 +318,7 @@ def _layout(question: Question, each: Estimate) -> Answer:
 def _explain(result: Answer, question: Question, chosen: list[Estimate], limit: float) -> None:
     """The first layout against what it could be instead, the others against the first."""
     first = chosen[0]
-    job = _job_of(question, first.layout)
+    job = job_of(question, first.layout)
     tiers = [tier.name for tier in job.cluster.tiers]
     around = explain.neighbours(job, first.layout, limit)
     result["order"] = asdict(explain.found_order(first.ledger, tiers))

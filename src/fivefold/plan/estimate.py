@@ -107,17 +107,17 @@ def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Sim
     stages = Stages(job, layout, constants, time)
     if job.cluster.cores:
         return _simulate_shared(job, layout, stages, job.cluster.cores)
-    once = max(_number(rank.once) for rank in time.ranks.values())
+    once = max(number(rank.once) for rank in time.ranks.values())
     pipeline = stages.pipeline_s(once)
     inside = np.array([pipeline + once])
-    step = _number(whole_step_s(job, Layouts.of([layout]), constants, inside))
+    step = number(whole_step_s(job, Layouts.of([layout]), constants, inside))
     return Simulated(stages, pipeline, once, step)
 
 
 def _simulate_shared(job: Job, layout: Layout, stages: Stages, cores: int) -> Simulated:
     """On cores that the ranks share. What is once a step all ranks do at the same time."""
     share, ranks = stages.cores_share, stages.time.ranks.values()
-    once = max(_number(rank.once) * share + _number(rank.waits.once) for rank in ranks)
+    once = max(number(rank.once) * share + number(rank.waits.once) for rank in ranks)
     shared = stages.on_shared_cores(cores)
     step = shared.pipeline_s + once + job.cluster.core.step * share
     return Simulated(stages, shared.pipeline_s, once, step, shared.slowdowns)
@@ -179,14 +179,14 @@ def estimate(job: Job, layout: Layout, simulated: Simulated | None = None) -> Es
     )
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The one element of an array over one layout."""
     return float(np.ravel(value)[0])
 
 
 def _busiest(time: Time) -> str:
     """The role of the pipeline rank that works longest."""
-    works = {role: _number(r.micro_batches * r.busy + r.once) for role, r in time.ranks.items()}
+    works = {role: number(r.micro_batches * r.busy + r.once) for role, r in time.ranks.items()}
     return max(ROLES, key=lambda role: works[role])
 
 
@@ -246,10 +246,10 @@ class Stages:
         s = operation_s(self.job, self.constants, operations)
         selective = self.layout.recompute == "selective"
         return _Compute(
-            _number(s.forward),
-            _number(s.backward),
-            _number(compute.selected_s(self.job, s)) if selective else 0.0,
-            _number(s.attention_forward + s.attention_backward),
+            number(s.forward),
+            number(s.backward),
+            number(compute.selected_s(self.job, s)) if selective else 0.0,
+            number(s.attention_forward + s.attention_backward),
         )
 
     def _stage_compute(self) -> list[_Compute]:
@@ -269,7 +269,7 @@ class Stages:
     def outside(self, role: str) -> _Compute:
         """Of embedding, head and loss."""
         passes = self.time.ranks[role].outside
-        return _Compute(_number(passes.forward), _number(passes.backward))
+        return _Compute(number(passes.forward), number(passes.backward))
 
     def rank_compute(self, rank: int) -> _Compute:
         """Of all that a pipeline rank has."""
@@ -286,8 +286,8 @@ class Stages:
         own = _Compute()
         for chunk in self.compute[self.rank_of(role)]:
             own = own.plus(chunk)
-        forward = _number(layers.forward) / own.forward
-        backward = _number(layers.backward) / (own.backward + own.recompute)
+        forward = number(layers.forward) / own.forward
+        backward = number(layers.backward) / (own.backward + own.recompute)
         seconds = [
             (c.forward * forward, (c.backward + c.recompute) * backward) for c in self.compute[rank]
         ]
@@ -304,7 +304,7 @@ class Stages:
     def weight_s(self, rank: int) -> list[float]:
         """Of each chunk's backward seconds the part for the weights' gradients."""
         passes = self.time.ranks[self.role_of(rank)]
-        share = _number(passes.layers.weight_gradient) / _number(passes.layers.backward)
+        share = number(passes.layers.weight_gradient) / number(passes.layers.backward)
         return [backward * share for _, backward in self.chunk_s(rank)]
 
     def rank_s(self, rank: int) -> float:
@@ -321,7 +321,7 @@ class Stages:
         copies = 1 + layout.runs_both_ways
         ranks_s = [self.rank_s(rank) / copies for rank in range(layout.pp)]
         both = [f + b for f, b in zip(forward, backward, strict=True)]
-        send = _number(self.time.ranks["middle"].send)
+        send = number(self.time.ranks["middle"].send)
 
         def simulated(micro_batches: int) -> float:
             table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
@@ -353,10 +353,10 @@ class Stages:
         for rank in range(layout.pp):
             mine, stages = roles[self.role_of(rank)].waits, rank_stages(layout, rank)
             for stage in stages:
-                waits["F"][stage] = _number(mine.forward) / len(stages)
-                waits["B"][stage] = waits["I"][stage] = _number(mine.backward) / len(stages)
+                waits["F"][stage] = number(mine.forward) / len(stages)
+                waits["B"][stage] = waits["I"][stage] = number(mine.backward) / len(stages)
         table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
-        processes, send = layout.world_size / layout.pp, _number(roles["middle"].send)
+        processes, send = layout.world_size / layout.pp, number(roles["middle"].send)
         return sharing.simulate(table, busy, waits, send, processes, cores)
 
     def _by_stage(self) -> tuple[list[float], list[float], list[float]]:
@@ -373,8 +373,8 @@ class Stages:
         """Pipeline and what is once a step, from the step by formula."""
         layouts = Layouts.of([self.layout])
         steps = [whole_step_s(self.job, layouts, self.constants, np.array([s])) for s in (0.0, 1.0)]
-        none, one = map(_number, steps)
-        return (_number(self.time.step) - none) / (one - none)
+        none, one = map(number, steps)
+        return (number(self.time.step) - none) / (one - none)
 
     def described(self, rank: int, memory: dict[str, float]) -> dict[str, Any]:
         """What the answer says of a pipeline rank; `memory` as in `stage_memory`."""
@@ -394,7 +394,7 @@ class Stages:
 def _waits_s(simulated: Simulated, rank: Rank) -> float:
     """Seconds between the first forward and the end of the optimizer in which a rank does nothing,
     for other ranks or for messages between stages."""
-    works = _number(rank.micro_batches * rank.busy + rank.once)
+    works = number(rank.micro_batches * rank.busy + rank.once)
     return simulated.pipeline_s + simulated.once_s - works
 
 
@@ -404,9 +404,9 @@ def _exposed_s(simulated: Simulated, role: str) -> list[float]:
     rank = simulated.stages.time.ranks[role]
     if simulated.stages.job.cluster.cores:
         return [_exposed_on_cores(simulated, role, row) for row in rank.rows]
-    sends = sum(_number(row.exposed) for row in rank.rows if _between_stages(row))
+    sends = sum(number(row.exposed) for row in rank.rows if _between_stages(row))
     share = min(1.0, max(0.0, _waits_s(simulated, rank)) / sends) if sends else 0.0
-    return [_number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
+    return [number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
 
 
 def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
@@ -416,7 +416,7 @@ def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
     slower = _slowdown(simulated, role)
     if row.transfer.phase == "optimizer":
         slower = simulated.stages.cores_share
-    return slower * _number(row.seconds - row.waits) + _number(row.waits)
+    return slower * number(row.seconds - row.waits) + number(row.waits)
 
 
 def _slowdown(simulated: Simulated, role: str) -> float:
@@ -428,7 +428,7 @@ def _between_stages(row: Row) -> bool:
 
 
 def _happens(row: Row) -> bool:
-    return _number(row.transfer.calls) > 0 and _number(row.transfer.group_size) > 1
+    return number(row.transfer.calls) > 0 and number(row.transfer.group_size) > 1
 
 
 def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
@@ -437,7 +437,7 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
         return _seconds_on_cores(simulated, role)
     stages = simulated.stages
     rank = stages.time.ranks[role]
-    m = _number(rank.micro_batches)
+    m = number(rank.micro_batches)
     arithmetic = stages.rank_compute(stages.rank_of(role))
     computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.recompute)
     exposed: dict[str, float] = {}
@@ -448,8 +448,8 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
         key = f"exposed_{row.transfer.split}"
         exposed[key] = exposed.get(key, 0.0) + seconds
         sends += seconds * _between_stages(row)
-    optimizer = _number(rank.optimizer)
-    works = m * _number(rank.busy) + _number(rank.once)
+    optimizer = number(rank.optimizer)
+    works = m * number(rank.busy) + number(rank.once)
     return {
         "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
         "attention": m * arithmetic.attention,
@@ -467,14 +467,14 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
     """The same where ranks share cores: all that is busy takes as much longer."""
     stages, slowdown = simulated.stages, _slowdown(simulated, role)
     rank, share = stages.time.ranks[role], stages.cores_share
-    m = slowdown * _number(rank.micro_batches)
+    m = slowdown * number(rank.micro_batches)
     arithmetic = stages.rank_compute(stages.rank_of(role))
     seconds = {
         "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
         "attention": m * arithmetic.attention,
         "recompute": m * arithmetic.recompute,
         "slowed": 0.0,  # by messages beside compute, which take their part of the core
-        "optimizer": share * _number(rank.optimizer),
+        "optimizer": share * number(rank.optimizer),
         "other": share * stages.job.cluster.core.step,
     }
     for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):
@@ -482,7 +482,7 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
         if _happens(row) and not sharing.beside_compute(row.transfer):
             seconds[key] = seconds.get(key, 0.0) + exposed
         elif _happens(row):
-            seconds["slowed"] += slowdown * _number(row.seconds - row.waits)
+            seconds["slowed"] += slowdown * number(row.seconds - row.waits)
     return {**seconds, "bubble": simulated.step_s - sum(seconds.values())}
 
 
@@ -497,13 +497,13 @@ def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterat
     rows: dict[tuple[Any, ...], list[float]] = {}
     for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):
         transfer = row.transfer
-        calls, size = _number(transfer.calls), int(_number(transfer.group_size))
+        calls, size = number(transfer.calls), int(number(transfer.group_size))
         if not _happens(row):
             continue
         tier = _tier(cluster, places[transfer.axis])
-        payload = _number(transfer.payload_bytes)
+        payload = number(transfer.payload_bytes)
         key = (transfer.split, transfer.phase, transfer.op, size, payload, tier)
-        numbers = [calls, _number(transfer.wire_bytes), _number(row.seconds), exposed]
+        numbers = [calls, number(transfer.wire_bytes), number(row.seconds), exposed]
         rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 4), numbers, strict=True)]
     for (split, phase, op, size, payload, tier), (calls, wire, seconds, exposed) in rows.items():
         yield LedgerRow(split, phase, op, size, payload, calls, wire, tier, seconds, exposed, stage)

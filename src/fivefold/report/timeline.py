@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from fivefold.errors import UserError
 from fivefold.files import write_aside
 from fivefold.ledger import SPLITS
+from fivefold.parallel.pipeline.schedules import Action, Schedule, messages
 from fivefold.report.tables import format_bytes
 from fivefold.spans import Message, Spans, is_between_stages
 
 if TYPE_CHECKING:
-    pass
+    from fivefold.plan.timeline import Afterwards, PlannedStep
 
 COMPUTE = "compute"
 """The track of what a rank does; each split has one of its messages."""
@@ -126,6 +127,49 @@ def _flows(steps: Sequence[Sequence[Spans]]) -> dict[int, int]:
             flow = len(flows) // 2 + 1
             flows |= {id(message): flow for message in pair}
     return flows
+
+
+# --- a plan ------------------------------------------------------------------------------------
+
+
+def of_plan(step: PlannedStep) -> list[Rank]:
+    """What is simulated, with a pipeline rank where a run has ranks. Messages that lie within an
+    action, such as those of a tensor split, are part of its seconds."""
+    schedule, rows = step.simulation.schedule, step.simulation.timeline
+    ranks = [Rank(f"pipeline rank {number}") for number in range(schedule.pp)]
+    for number, (rank, row) in enumerate(zip(ranks, rows, strict=True)):
+        rank.tracks[COMPUTE] += [Slice(str(action), start, end) for action, start, end in row]
+        _add_sends(ranks, schedule, number, {action: end for action, _, end in row}, step.send_s)
+        _add_afterwards(rank, step.afterwards[number], step.optimizer_s[number])
+    return ranks
+
+
+def _add_sends(
+    ranks: list[Rank],
+    schedule: Schedule,
+    number: int,
+    ends_s: Mapping[Action, float],
+    send_s: float,
+) -> None:
+    """The messages of one rank's actions, with an arrow to where they are received."""
+    for each in messages(schedule, number):
+        if each.sends is None:
+            continue
+        start_s, flow = ends_s[each.action], 1 + sum(len(r.tracks[_track("pp")]) for r in ranks)
+        for rank, op in ((number, "send"), (each.sends.rank, "receive")):
+            message = Slice(f"pp {op}", start_s, start_s + send_s, {"of": str(each.action)}, flow)
+            ranks[rank].tracks[_track("pp")].append(message)
+
+
+def _add_afterwards(rank: Rank, waits: Sequence[Afterwards], optimizer_s: float) -> None:
+    time_s = max((each.end_s for each in rank.tracks[COMPUTE]), default=0.0)
+    for each in waits:
+        name, end_s = f"{each.split} {each.op}", time_s + each.exposed_s
+        facts = {"phase": each.phase, "payload": format_bytes(each.payload_bytes)}
+        rank.tracks[COMPUTE].append(Slice(f"wait: {name}", time_s, end_s, facts))
+        rank.tracks[_track(each.split)].append(Slice(name, time_s, end_s, facts))
+        time_s = end_s
+    rank.tracks[COMPUTE].append(Slice("optimizer", time_s, time_s + optimizer_s))
 
 
 # --- the file ----------------------------------------------------------------------------------

@@ -146,6 +146,7 @@ class Trainer:
         """Forward and backward passes: gradients of the sum of the global batch's token losses."""
         self.recorder.ledger = self.ledger = Ledger()
         self.recorder.spans = self.spans = Spans()
+        self.recorder.phase = "forward"
         with self.spans.doing("data"):
             micro_batches = self._read(step)
         self._valid_tokens = sum(float(batch.valid.sum()) for batch in micro_batches)

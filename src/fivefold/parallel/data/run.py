@@ -7,7 +7,8 @@ of the global batch, so uneven numbers of valid tokens are right by construction
   and all-reduced once a step while the last micro-batch's backward pass goes on.
 - ZeRO 1-3: PyTorch's FSDP2 over dp_shard x cp. Stage 1 reduce-scatters once a step, stage 2 every
   micro-batch (so a rank keeps its shard of the gradients only), stage 3 also gathers the weights
-  anew for each pass.
+  anew for each pass. The weights of the next unit are gathered while one computes, the gradients
+  of the last one reduced.
 
 Expert weights are replicated over `edp` only and are summed and sharded over that.
 """
@@ -98,6 +99,8 @@ class DataParallel:
         self._last_micro_batch = False
         self._buffers: list[_GradientBuffer] = []
         self._sharded: list[FSDPModule] = []
+        self._sharded_parameters: list[nn.Parameter] = []
+        self._reduction = _Reduction()
         if self.zero == 0:
             self._buffer_all()
         else:
@@ -106,33 +109,34 @@ class DataParallel:
     # ZeRO 0
 
     def _buffer_all(self) -> None:
-        layers = list(self.stage.layers.values())
-        for layer in layers:
-            buffers = self._buffer(_dense(layer), self.axes.dp)
-            buffers += self._buffer(_experts(layer), self.axes.edp)
-            if layer is layers[-1] and self.stage.last:
-                # The head comes before the last layer in the backward pass.
-                buffers += self._buffer(_head(self.stage), self.axes.dp)
-            layer.register_forward_pre_hook(self._start_when_backward_done(buffers))
         if hasattr(self.stage.model, "embed_tokens"):
             self._buffer([self.stage.model.embed_tokens.weight], self.axes.dp)
+        for layer in self.stage.layers.values():
+            buffers = self._buffer(_experts(layer), self.axes.edp)
+            buffers += self._buffer(_dense(layer), self.axes.dp)
+            self._start_when_backward_done(layer, buffers)
+        if self.stage.last:
+            head = self._buffer(_head(self.stage), self.axes.dp)
+            self._start_when_backward_done(self.stage.model.norm, head)
 
     def _buffer(self, parameters: list[nn.Parameter], axis: Axis) -> list[_GradientBuffer]:
         made = [_GradientBuffer(parameters, axis)] if parameters else []
         self._buffers += made
         return made
 
-    def _start_when_backward_done(self, buffers: list[_GradientBuffer]):
+    def _start_when_backward_done(self, module: nn.Module, buffers: list[_GradientBuffer]) -> None:
+        """Sum the buffers once the last micro-batch has gone backward through the module."""
+
         def start() -> None:
             if self._last_micro_batch:
-                for buffer in buffers:
+                for buffer in reversed(buffers):
                     buffer.start()
 
         def hook(module: nn.Module, inputs: tuple):
             x, *rest = inputs
             return (_BackwardDone.apply(x, start), *rest) if x.requires_grad else inputs
 
-        return hook
+        module.register_forward_pre_hook(hook)
 
     # ZeRO 1-3
 
@@ -144,13 +148,14 @@ class DataParallel:
                 mesh = self.axes.expert_mesh
                 self._shard(layer.mlp.experts, mesh, self.axes.edp_shard, dtype)
             else:  # too few replicas to shard over: as under ZeRO 0
-                self._buffer(experts, self.axes.edp)
+                self._start_when_backward_done(layer, self._buffer(experts, self.axes.edp))
             self._shard(layer, self.axes.dense_mesh, self.axes.dp_shard, dtype, experts)
         self._shard(self.stage, self.axes.dense_mesh, self.axes.dp_shard, dtype)
         if self.stage.first and not self.stage.last:
             # An embedding's backward pass does not need its weights.
             self._sharded[-1].set_unshard_in_backward(False)
-        _prefetch_backward([*layers, self.stage])
+        _prefetch(self.stage, layers)
+        self._sharded_parameters = [p for p in self.stage.parameters() if isinstance(p, DTensor)]
 
     def _shard(
         self,
@@ -173,7 +178,9 @@ class DataParallel:
         )
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AllGather(axis))
-        module.set_custom_reduce_scatter(_ReduceScatter(axis))
+        module.set_custom_reduce_scatter(_ReduceScatter(axis, self._reduction))
+        if mesh.device_type == "cpu":  # elsewhere FSDP2 has streams for it
+            module._set_unshard_async_op(True)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         self._sharded.append(module)
@@ -183,6 +190,7 @@ class DataParallel:
     def begin_step(self) -> None:
         for buffer in self._buffers:
             buffer.begin_step()
+        self._reduction.begin_step()
         for p in self.stage.parameters():
             p.grad = None
 
@@ -190,6 +198,8 @@ class DataParallel:
         """Say, before each micro-batch's backward pass, whether it is the step's last to give
         weights their gradients, and whether it does or puts them off."""
         self._last_micro_batch = last_micro_batch
+        for p in self._sharded_parameters:
+            p.grad = None  # else FSDP2 adds to it at once, and has to wait for the message
         for module in self._sharded:
             reduces = weights and (last_micro_batch or self.zero >= 2)
             module.set_requires_gradient_sync(reduces, recurse=False)
@@ -215,8 +225,9 @@ class DataParallel:
 
     def finish(self) -> list[LocalParameter]:
         """Complete all sums over ranks; returns parameters with their final gradients."""
-        for buffer in self._buffers:
+        for buffer in reversed(self._buffers):  # as the backward pass has started them
             buffer.wait()
+        self._reduction.wait()
         parameters = list(self._local_parameters())
         if self.zero > 0:
             self._sum_replicas(parameters)
@@ -290,14 +301,47 @@ def _sum_together(grads: list[Tensor], axis: Axis) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def _prefetch_backward(modules: list[nn.Module]) -> None:
-    """Tell each unit which one comes next in the backward pass. FSDP2's own guess follows the
-    order of the last forward passes, which under a pipeline is that of other micro-batches."""
-    previous = None
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.set_modules_to_backward_prefetch([previous or module])
-            previous = module
+def _prefetch(stage: Stage, layers: list[Layer]) -> None:
+    """Tell each unit which ones to gather the weights of while it computes.
+
+    FSDP2's own guess follows the order of the last forward passes, which under a pipeline is that
+    of other micro-batches. A layer's experts are the first that its backward pass needs, so they
+    are gathered with it then.
+    """
+    experts = {layer: _sharded_experts(layer) for layer in layers}
+    for layer, after in zip(layers, [*layers[1:], None], strict=True):
+        _set_prefetches(layer, "forward", [*experts[layer], *([after] if after else [])])
+    for layer, before in zip(layers, [None, *layers], strict=False):
+        _set_prefetches(layer, "backward", [before, *experts[before]] if before else [])
+        for unit in experts[layer]:
+            _set_prefetches(unit, "backward", [])
+    _set_prefetches(stage, "forward", layers[:1])
+    _set_prefetches(stage, "backward", [unit for x in layers[-1:] for unit in (x, *experts[x])])
+
+
+def _sharded_experts(layer: Layer) -> list[nn.Module]:
+    mixture = [layer.mlp.experts] if isinstance(layer.mlp, MoE) else []
+    return [experts for experts in mixture if isinstance(experts, FSDPModule)]
+
+
+def _set_prefetches(unit: nn.Module, phase: str, others: Sequence[nn.Module]) -> None:
+    assert isinstance(unit, FSDPModule)
+    if phase == "forward":
+        unit.set_modules_to_forward_prefetch(list(others))  # pyright: ignore[reportArgumentType]
+    else:  # with none FSDP2 would guess; a unit that names itself gathers nothing
+        unit.set_modules_to_backward_prefetch(list(others) or [unit])  # pyright: ignore
+
+
+class _Gathering(dist.Work):
+    """An all-gather that FSDP2 waits for when it needs the weights."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: object = None) -> bool:
+        self._pending.wait()
+        return True
 
 
 class _AllGather(AllGather):
@@ -311,17 +355,50 @@ class _AllGather(AllGather):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op=False
-    ):
-        comm.start_all_gather(input_tensor, self.axis, out=output_tensor).wait()
+    ) -> dist.Work | None:
+        pending = comm.start_all_gather(input_tensor, self.axis, out=output_tensor)
+        if async_op:
+            return _Gathering(pending)
+        pending.wait()
+        return None
+
+
+class _Reduction:
+    """The reduce-scatter that goes on beside the backward pass. One at a time, as FSDP2 has it on
+    GPUs: until it is done, the unsharded gradients of its unit are held."""
+
+    def __init__(self) -> None:
+        self._under_way: tuple[Pending, _ReduceScatter] | None = None
+        self.units: list[_ReduceScatter] = []
+
+    def begin_step(self) -> None:
+        for unit in self.units:
+            unit.total = None
+
+    def start(self, pending: Pending, unit: _ReduceScatter) -> None:
+        self._under_way = pending, unit
+
+    def wait(self) -> None:
+        if self._under_way is not None:
+            pending, unit = self._under_way
+            unit.add(pending.wait())
+            self._under_way = None
 
 
 class _ReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter of gradients, issued and recorded by `comm`."""
+    """FSDP2's reduce-scatter of a unit's gradients, issued and recorded by `comm`.
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    FSDP2 takes the tensor it allocates here for the gradient, and finds none that it would have to
+    add to: the sum over micro-batches is made when a message is done.
+    """
+
+    def __init__(self, axis: Axis, reduction: _Reduction) -> None:
+        self.axis, self.reduction = axis, reduction
+        self.total: Tensor | None = None  # of the micro-batches so far
+        reduction.units.append(self)
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.reduction.wait()  # gives its memory back first
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -331,5 +408,13 @@ class _ReduceScatter(ReduceScatter):
         group: dist.ProcessGroup,
         op,
         async_op=False,
-    ):
-        comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor).wait()
+    ) -> None:
+        pending = comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor)
+        self.reduction.start(pending, self)
+        if input_tensor.is_cuda:
+            self.reduction.wait()  # of the stream that FSDP2 has for it, not of the host
+
+    def add(self, reduced: Tensor) -> None:
+        if self.total is not None:
+            reduced += self.total
+        self.total = reduced

@@ -7,8 +7,6 @@ over the tp ranks (etp = tp), a token is sent to one of them only, and gathered 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +15,7 @@ from torch.distributed.tensor import Placement, Shard
 from fivefold.model.moe import MoE
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
-from fivefold.parallel.comm import Axis
+from fivefold.parallel.comm import Axis, Pending
 from fivefold.parallel.mesh import Axes
 from fivefold.parallel.shards import Shards
 
@@ -63,9 +61,13 @@ class ExpertExchange:
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         return comm.all_reduce(counts, self.sequence)
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, _Trip]:
         trip = _Trip(rows.shape[0], counts, self.ep, self.etp)
-        rows = _Leave.apply(rows, trip)
+        return _Leave.apply(rows, trip), trip
+
+    def arrive(self, travelling: tuple[Tensor, _Trip]) -> tuple[Tensor, list[int], _Trip]:
+        rows, trip = travelling
+        rows = _Arrive.apply(rows, trip)
         if self.etp.size > 1:
             rows = _GatherRows.apply(rows, self.etp, trip.gathered)
         if trip.by_expert is not None:
@@ -99,20 +101,52 @@ class _Trip:
             expert_of_row = experts.repeat(arriving.shape[0] * arriving.shape[1])
             expert_of_row = expert_of_row.repeat_interleave(arriving.flatten())
             self.by_expert = expert_of_row.argsort(stable=True)
+        self.under_way: Pending | None = None
+
+    def wait(self) -> Tensor:
+        """The rows that are under way, once they have arrived."""
+        assert self.under_way is not None
+        rows = self.under_way.wait()
+        self.under_way = None
+        return rows
 
 
 class _Leave(torch.autograd.Function):
-    """Rows travel from the tokens' rank to the experts' ranks."""
+    """Rows begin to travel from the tokens' rank to the experts' ranks; until `_Arrive` nothing is
+    in their tensor. In the backward pass `_Arrive` sends the gradients and `_Leave` waits for them.
+
+    What is computed between the two in the forward pass, autograd computes between them backward,
+    for it runs first what was recorded last. So messages travel beside it either way."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        return comm.all_to_all_rows(rows, trip.ep, trip.send, trip.receive, trip.owned)
+        out, trip.under_way = comm.start_all_to_all_rows(
+            rows, trip.ep, trip.send, trip.receive, trip.owned
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.trip.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """The rows are there."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.wait()
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         trip = ctx.trip
-        return comm.all_to_all_rows(grad, trip.ep, trip.receive, trip.send, trip.owned), None
+        _, trip.under_way = comm.start_all_to_all_rows(
+            grad, trip.ep, trip.receive, trip.send, trip.owned
+        )
+        return grad, None  # of the right shape; `_Leave` has the gradient that comes
 
 
 class _Return(torch.autograd.Function):
