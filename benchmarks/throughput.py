@@ -33,12 +33,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.plain import PlainLoop
+from benchmarks.random_tokens import random_tokens
 from fivefold.layout import legality
 from fivefold.layout.notation import parse, stated, with_global_batch
 from fivefold.model.config import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data.samples import Samples
-from fivefold.train.data.tokens import HEADER, TOKENS, TokenFile
+from fivefold.train.data.tokens import TokenFile
 from fivefold.train.launch import launch
 from fivefold.train.runfile import Optimizer
 from fivefold.train.trainer import Trainer
@@ -171,20 +172,10 @@ def _make_and_tell(case: Case, tokens: TokenFile) -> float:
     return time.time()
 
 
-def random_tokens(folder: Path) -> TokenFile:
-    """A stream of random token ids. What the tokens are makes no difference to the time."""
-    count = 100 * GLOBAL_BATCH * SEQUENCE_LENGTH
-    ids = np.random.default_rng(0).integers(0, DENSE["vocab_size"], count).astype(np.uint16)
-    ids.tofile(folder / TOKENS)
-    made = TokenFile(folder, DENSE["vocab_size"], 0, count, 1, "uint16", "bytes", "random")
-    header = {name: value for name, value in vars(made).items() if name != "path"}
-    (folder / HEADER).write_text(json.dumps(header))
-    return made
-
-
 def run(cases: list[Case], rounds: int, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        tokens = random_tokens(Path(folder))
+        count = 100 * GLOBAL_BATCH * SEQUENCE_LENGTH
+        tokens = random_tokens(Path(folder), DENSE["vocab_size"], count)
         measured: dict[str, list[Measurement]] = {case.name: [] for case in cases}
         for number in range(rounds):
             for case in cases:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -221,3 +222,59 @@ def test_constants_of_a_device_come_over_the_default_ones(
     monkeypatch.setattr(module, "CONSTANTS", path)
     assert load_device("h100").constants == {"a": 1, "b": 3}
     assert load_device("a100-80gb").constants == {"a": 1, "b": 2}
+
+
+# --- what a measured machine says more ---------------------------------------------------------
+
+MEASURED = """
+device:
+  name: box
+  memory_bytes: 1.0e+9
+  memory_bandwidth_tb_s: 0.02
+  peak_tflops: {fp32: 0.1}
+  constants: {memory: 1.0, wave_loss: 0}
+tiers: [{name: a, bandwidth_gb_s: 1}]
+devices: 8
+cores: 2
+messages:
+- {what: message, op: all_reduce, size: 2, call_s: 1.0e-4}
+points:
+- {what: host, op: node, wall_s: 1.0e-6, cpu_s: 1.0e-6}
+"""
+
+
+def test_a_file_may_have_constants_of_its_own_and_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text(MEASURED)
+    cluster = load_cluster(str(path), 4)
+    assert cluster.cores == 2
+    assert cluster.messages == ({"what": "message", "op": "all_reduce", "size": 2, "call_s": 1e-4},)
+    constants = cluster.device.constants
+    assert (constants["memory"], constants["wave_loss"]) == (1.0, 0)
+    assert constants["launch_s"] == load_device("h100").constants["launch_s"]  # the default one
+    assert module.devices_of(str(path)) == 8
+    assert module.devices_of("dgx-h100") is None
+    assert cluster.with_devices(16).messages == cluster.messages
+    assert hash(cluster) == hash(load_cluster(str(path), 4))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("wave_loss", "wave_los", "constants: unknown key 'wave_los': did you mean wave_loss"),
+        ("wave_loss: 0", "wave_loss: -1", "wave_loss must be a number of 0 or more, not -1"),
+        ("memory: 1.0", "memory: .nan", "memory must be a number of 0 or more, not nan"),
+        ("cores: 2", "cores: 0.5", "cores must be a whole number"),
+        ("devices: 8", "devices: many", "devices must be a number above 0, not 'many'"),
+        ("messages:", "message:", "unknown key 'message': did you mean messages"),
+        ("cpu_s: 1.0e-6", "cpu_s: []", "points must be a list of mappings"),
+        ("points:\n-", "points:\n ", "points must be a list of mappings"),
+    ],
+)
+def test_what_was_measured_is_refused_where_it_is_wrong(
+    tmp_path: Path, old: str, new: str, told: str
+) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text(MEASURED.replace(old, new))
+    with pytest.raises(UserError, match=re.escape(told)):
+        load_cluster(str(path), 4)

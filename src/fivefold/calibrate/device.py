@@ -109,10 +109,10 @@ def _constants(
     processors, wave_loss = (facts.measured.processors, 1.0) if on_gpu else (1, 0.0)
 
     def losses(point: Point) -> float:
-        """What the planner multiplies the arithmetic of a product with."""
+        """What the planner multiplies the arithmetic of a product (of each group) with."""
         rows = -(-float(point.sizes["m"]) // TILE_ROWS) * TILE_ROWS
-        tiles = float(point.sizes.get("groups", 1)) * rows * float(point.sizes["n"])
-        return 1 + wave_loss * processors * TILE_ROWS * TILE_COLUMNS / tiles
+        waves = rows * float(point.sizes["n"]) / (TILE_ROWS * TILE_COLUMNS) / processors
+        return 1 + wave_loss / waves
 
     def rates(points: Iterable[Point]) -> list[float]:
         return [_flops(p) * losses(p) / facts.seconds(p) for p in points]

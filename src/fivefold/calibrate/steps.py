@@ -89,7 +89,7 @@ def measure_step(model: str, text: str) -> list[Point]:
         device=torch.device("cpu"),
     )
     whole, passes = _Clocked(trainer.step), _Clocked(trainer.pipeline.run_step)
-    trainer.pipeline.run_step = passes
+    trainer.pipeline.run_step = passes  # pyright: ignore[reportAttributeAccessIssue]
     for step in range(STEPS):
         whole(step, 1e-4)
     sizes = {"model": model, "layout": text}

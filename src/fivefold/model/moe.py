@@ -70,8 +70,9 @@ class NoExchange:
 class _GroupedLinears(torch.autograd.Function):
     """Rows of expert i times weight[i]^T, for several stacked weights that share the rows.
 
-    On GPUs one grouped matrix product a weight; on CPUs a product an expert, which measured
-    faster there and adds weight gradients without a temporary (docs/decisions.md).
+    On GPUs one grouped matrix product a weight, which takes bf16 only; on CPUs, and in fp32, a
+    product an expert, which measured faster on CPUs and adds weight gradients without a temporary
+    (docs/decisions.md).
     """
 
     @staticmethod
@@ -96,9 +97,14 @@ class _GroupedLinears(torch.autograd.Function):
         return (dx, None, *weight_gradients(parameters, of_weights))
 
 
+def _in_one_kernel(x: Tensor) -> bool:
+    """Whether `F.grouped_mm` takes the rows: on GPUs it expects bf16 (torch 2.13's reference)."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
-    if x.is_cuda:
+    if _in_one_kernel(x):
         return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
     out = x.new_empty(x.shape[0], weights.shape[2])
     for group, rows, part in zip(weights, x.split(counts), out.split(counts), strict=True):
@@ -114,7 +120,7 @@ def grouped_weight_gradient(
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
     main_grad = getattr(p, "main_grad", None)
-    if x.is_cuda:
+    if _in_one_kernel(x):
         total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
         if main_grad is None:
             return total

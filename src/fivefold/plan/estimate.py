@@ -316,7 +316,7 @@ class Stages:
         layout = self.layout
         if layout.pp == 1:
             return self._by_formula() - once
-        forward, backward, weight = self._by_stage()
+        forward, backward, weight = self.by_stage()
         # With two copies of the stages each is there for half of the micro-batches.
         copies = 1 + layout.runs_both_ways
         ranks_s = [self.rank_s(rank) / copies for rank in range(layout.pp)]
@@ -342,7 +342,7 @@ class Stages:
     def on_shared_cores(self, cores: int) -> sharing.Shared:
         """The pipeline, run by ranks that share cores."""
         layout, roles = self.layout, self.time.ranks
-        forward, backward, weight = self._by_stage()
+        forward, backward, weight = self.by_stage()
         busy = {
             "F": forward,
             "B": backward,
@@ -359,7 +359,7 @@ class Stages:
         processes, send = layout.world_size / layout.pp, number(roles["middle"].send)
         return sharing.simulate(table, busy, waits, send, processes, cores)
 
-    def _by_stage(self) -> tuple[list[float], list[float], list[float]]:
+    def by_stage(self) -> tuple[list[float], list[float], list[float]]:
         """Forward, backward and, of that, weight-gradient seconds of each virtual stage."""
         forward, backward, weight = ([0.0] * self.layout.stages for _ in range(3))
         for rank in range(self.layout.pp):

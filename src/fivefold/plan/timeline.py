@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.layout.notation import Layout
-from fivefold.layout.stages import rank_stages
-from fivefold.parallel.pipeline import schedules
+from fivefold.parallel.pipeline import schedules, simulation
 from fivefold.plan.estimate import Stages, number, simulate
 from fivefold.plan.job import Job
 
@@ -26,7 +25,7 @@ class Afterwards:
 class PlannedStep:
     """One step by pipeline rank."""
 
-    simulation: schedules.Simulation  # its actions, exposed messages within layers included
+    simulation: simulation.Simulation  # its actions, exposed messages within layers included
     send_s: float  # of a message between stages
     afterwards: list[list[Afterwards]]
     optimizer_s: list[float]
@@ -35,15 +34,12 @@ class PlannedStep:
 def planned_step(job: Job, layout: Layout) -> PlannedStep:
     """All actions of a legal layout's step, with the seconds that its estimate is made of."""
     stages = simulate(job, [layout])[0].stages
-    forward_s, backward_s = [0.0] * layout.stages, [0.0] * layout.stages
-    for rank in range(layout.pp):
-        for stage, seconds in zip(rank_stages(layout, rank), stages.chunk_s(rank), strict=True):
-            forward_s[stage], backward_s[stage] = seconds
+    forward_s, backward_s, weight_s = stages.by_stage()
     send_s = number(stages.time.ranks["middle"].send)
     table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     ranks = range(layout.pp)
     return PlannedStep(
-        schedules.simulate(table, forward_s, backward_s, send_s),
+        simulation.simulate(table, forward_s, backward_s, send_s, weight_s=weight_s),
         send_s,
         [_afterwards(stages, rank) for rank in ranks],
         [number(stages.time.ranks[stages.role_of(rank)].optimizer) for rank in ranks],

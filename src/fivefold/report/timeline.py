@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UserError
 from fivefold.files import write_aside
+from fivefold.layout.actions import Action
 from fivefold.ledger import SPLITS
-from fivefold.parallel.pipeline.schedules import Action, Schedule, messages
+from fivefold.parallel.pipeline.table import Schedule
 from fivefold.report.tables import format_bytes
 from fivefold.spans import Message, Spans, is_between_stages
 
@@ -152,8 +153,8 @@ def _add_sends(
     send_s: float,
 ) -> None:
     """The messages of one rank's actions, with an arrow to where they are received."""
-    for each in messages(schedule, number):
-        if each.sends is None:
+    for each in schedule.steps(number):
+        if each.sends is None or each.sends.rank == number:  # handed over where a V turns
             continue
         start_s, flow = ends_s[each.action], 1 + sum(len(r.tracks[_track("pp")]) for r in ranks)
         for rank, op in ((number, "send"), (each.sends.rank, "receive")):

@@ -56,23 +56,35 @@ def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return bias.masked_fill_(~mask, -torch.inf)
 
 
+def _flash_can(q: Tensor, mask: Tensor | None) -> bool:
+    """Of CUDA's two kernels flash takes neither masks, nor fp32, nor fewer kv heads; the
+    memory-efficient one takes a mask as a bias, and fp32."""
+    return mask is None and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _wide_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    bias = _as_bias(mask, q.dtype)
+    return None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
+
+
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None):
-    """The CUDA flash kernel takes neither masks nor fewer kv heads; the memory-efficient one
-    takes a mask as a bias."""
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    if mask is None:
+    if _flash_can(q, mask):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
         return out, lse
-    bias = _as_bias(mask, q.dtype).expand(-1, q.shape[1], -1, -1)  # pyright: ignore
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False)
-    lse = lse[..., : q.shape[2]].masked_fill(~mask.any(-1), -torch.inf)
-    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0), lse
+    bias, causal = _wide_bias(mask, q), causal and mask is None
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
+    lse = lse[..., : q.shape[2]]
+    if mask is None:
+        return out, lse
+    seen = mask.any(-1)
+    return out.masked_fill(~seen.unsqueeze(-1), 0.0), lse.masked_fill(~seen, -torch.inf)
 
 
 def _cuda_backward(grad, q, k, v, out, lse, causal, mask):
     wide_k, wide_v = _repeat_heads(k, q), _repeat_heads(v, q)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    if mask is None:
+    if _flash_can(q, mask):
         length_q, length_k = q.shape[2], k.shape[2]
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -91,20 +103,19 @@ def _cuda_backward(grad, q, k, v, out, lse, causal, mask):
             seed,
         )
     else:
-        bias = _as_bias(mask, q.dtype).expand(-1, q.shape[1], -1, -1)  # pyright: ignore
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             grad,
             q,
             wide_k,
             wide_v,
-            bias,
+            _wide_bias(mask, q),
             out,
             lse,
             seed,
             seed,
             0.0,
             [True, True, True, False],
-            False,
+            causal and mask is None,
         )
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fivefold.calibrate import grid, run
+from fivefold.calibrate.points import point_of
+from fivefold.calibrate.run import calibrate
+from fivefold.cli import main
+from fivefold.cluster.cluster import devices_of, load_cluster
+from fivefold.plan.constants import Constants
+from tests.calibrate.tiny import TINY
+from tests.helpers import refusal
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of this machine, as 2 processes see it on the tiny grid."""
+    path = tmp_path_factory.mktemp("calibrated") / "new" / "here.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "CPU", TINY)
+        done = calibrate(str(path), 2, quick=False)
+    assert done is not None and done.path == path
+    assert all(seconds >= 0 for fit in done.fits for seconds in fit.seconds.values())
+    return path
+
+
+def test_the_file_is_a_cluster_that_can_be_planned_for(written: Path) -> None:
+    cluster = load_cluster(str(written), 4)
+    assert cluster.num_devices == 4 and devices_of(str(written)) == 2
+    assert cluster.cores == len(os.sched_getaffinity(0))
+    assert cluster.device.peak_flops("fp32") > 1e8
+    constants = Constants.of(cluster.device)
+    assert constants.wave_loss == 0 and 0 < constants.sustained <= 1
+    assert {record["what"] for record in cluster.messages} == {"message"}
+    assert {record["what"] for record in cluster.operations} >= {"product", "light", "attention"}
+
+
+def test_something_of_every_kind_is_measured(written: Path) -> None:
+    points = [point_of(record) for record in yaml.safe_load(written.read_text())["points"]]
+    kinds = {point.what for point in points}
+    assert kinds == {
+        "launch", "product", "grouped", "attention", "attention_block", "light", "memory", "host",
+        "optimizer", "layer", "mixture", "embedding", "head", "message",
+    }  # fmt: skip
+    assert {p.sizes["op"] for p in points if p.what == "message"} == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "shift",
+        "send", "barrier",
+    }  # fmt: skip
+    for point in points:
+        assert 0 < point.wall_s < 10 and 0 < point.cpu_s < 10, point
+
+
+def test_a_point_is_there_once(written: Path) -> None:
+    records = yaml.safe_load(written.read_text())["points"]
+    names = [tuple(r[k] for k in r if k not in ("wall_s", "cpu_s")) for r in records]
+    assert len(names) == len(set(names))
+
+
+def test_a_plan_for_here_is_made_with_the_file_and_its_number_of_processes(
+    written: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("fivefold.calibrate.machine.here_path", lambda: written)
+    model = "examples/models/first-run.json"
+    assert main(["plan", model, "--here", "--engine", "fivefold", "--seq", "256"]) == 0
+    assert "here: 2 x " in capsys.readouterr().out
+
+
+def test_here_and_another_cluster_are_refused() -> None:
+    from fivefold.cli import plan
+
+    assert "--cluster dgx-h100" in refusal(plan, "llama-3.1-8b", "dgx-h100", True)
+
+
+# --- what cannot be done -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [0, 1000])
+def test_a_number_of_processes_that_cannot_be_is_refused(processes: int) -> None:
+    told = refusal(calibrate, None, processes, quick=True)
+    assert told == f"--processes must lie between 1 and 256, not {processes}"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch
+) -> None:
+    assert "must end in .yaml" in refusal(calibrate, "here.txt", None, quick=True)
+    assert "is a folder" in refusal(run.check_writable, tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"{file} does not allow it" in refusal(run.check_writable, file / "here.yaml")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for another user's folder
+    assert "name another with --out" in refusal(run.check_writable, tmp_path / "here.yaml")
+
+
+def test_without_torch_the_extra_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    assert "pip install 'fivefold[train]'" in refusal(calibrate, None, None, quick=True)
+
+
+def test_torchruns_processes_are_taken_and_no_other_number(monkeypatch) -> None:
+    where = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    told = refusal(calibrate, None, 8, quick=True)
+    assert told == "torchrun started 4 processes and --processes says 8: leave it out"

@@ -1,0 +1,24 @@
+"""A grid that takes a second, with something of every kind."""
+
+from __future__ import annotations
+
+from fivefold.calibrate.grid import CPU, Grid, quick
+
+_QUICK = quick(CPU)
+
+TINY = Grid(
+    products=((8, 16, 32), (64, 32, 16), (32, 32, 32), (128, 64, 64)),
+    short_products=((16, 16, 16),),
+    grouped=((2, 8, 16, 16),),
+    attention=((1, 2, 1, 16, 32), (1, 2, 2, 16, 64)),
+    light=((16, 64), (64, 128)),
+    losses=((16, 64),),
+    memory_bytes=(1024, 65536),
+    optimizer=((1, 64), (4, 1024)),
+    message_bytes=(256, 4096, 65536),
+    models=(
+        {"sequence": 16, "batch": 1, "model": _QUICK.models[0]["model"]},
+        {"sequence": 16, "batch": 1, "model": _QUICK.models[1]["model"]},
+    ),
+    patience_s=0.001,
+)
