@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.layout.legality import violations
-from fivefold.layout.notation import Layout
+from fivefold.layout.notation import SCHEDULES, Layout
 from fivefold.model.config import ModelConfig
 from tests.parity.harness import assert_parity, random_samples, tiny
 
@@ -50,6 +51,13 @@ CASES = [
     ("qwen3", "pp2 vpp2"),
     ("tied qwen3", "pp2 dp2 zero1 vpp2"),
     ("llama", "pp2 tp2 sp mb2 order=pp-dp-tp-cp-ep"),
+    # backwards in two parts, V placements, breadth first
+    ("tied qwen3", "pp2 vpp2 schedule=bfs mb2"),
+    ("qwen2", "pp3 layers=1,2,1 schedule=zb-h1"),
+    ("tied qwen3", "pp2 vpp2 dp2 zero1 schedule=zb-v"),
+    ("llama", "pp2 dp2 schedule=dualpipe-v vpp2 recompute=full"),
+    ("qwen3", "pp2 tp2 sp zero2 dp2 schedule=zb-h1 mb2"),
+    ("qwen3_moe", "pp2 dp2 ep2 zero1 vpp2 schedule=dualpipe-v"),
     # ulysses and ring
     ("qwen3", "ulysses4 mb2"),
     ("qwen3 of 2 kv heads", "ulysses2 tp2 mb2"),
@@ -78,6 +86,16 @@ SLOW = [
     ("qwen3_moe", "dp8 ep8"),
     ("mixtral", "dp8 dp_replicate2 ep2 zero3"),
     ("qwen2_moe", "ring2 ulysses2 tp2 sp ep8 mb2"),
+    # backwards in two parts, V placements, breadth first
+    ("tied qwen3", "pp4 schedule=zb-h1"),
+    ("llama", "pp2 vpp2 schedule=zb-v recompute=selective"),
+    ("qwen3", "pp2 vpp2 tp2 sp schedule=zb-v mb2"),
+    ("tied qwen3", "pp2 vpp2 dp2 zero3 schedule=dualpipe-v"),
+    ("tied qwen3", "pp2 vpp2 dp2 dp_replicate2 schedule=zb-v"),
+    ("qwen3_moe", "tp2 sp pp2 vpp2 dp2 ep2 zero1 schedule=zb-v"),
+    ("mixtral", "tp2 etp2 pp2 dp2 ep2 zero3 recompute=selective schedule=zb-h1 mb2"),
+    ("qwen2_moe", "pp2 vpp2 dp2 zero2 recompute=full schedule=dualpipe-v"),
+    ("tied qwen3_moe", "pp2 ring2 ulysses2 dp2 ep2 zero1 vpp2 schedule=zb-v"),
     # 16 processes
     ("qwen3_moe", "tp2 sp pp2 dp2 ulysses2 ep4 mb2"),
     ("tied qwen3_moe", "tp2 sp pp2 dp2 ring2 ep2 zero2 mb2"),
@@ -111,6 +129,38 @@ def test_packed_documents_are_kept_apart_in_every_split(model: str, layout: str)
     assert_parity(config, layout, random_samples(config.vocab_size, isolate=True))
 
 
+DEEP = tiny("qwen3", num_hidden_layers=10, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp4 vpp2 schedule=zb-v layers=1,2,1,1,1,2,1,1",
+        pytest.param("pp4 vpp2 schedule=dualpipe-v layers=1,1,2,1,1,1,1,2", marks=pytest.mark.slow),
+        pytest.param("pp4 vpp2 schedule=bfs layers=1,2,1,1,1,2,1,1", marks=pytest.mark.slow),
+        pytest.param("pp4 schedule=zb-h1 layers=2,3,4,1 dp2 zero1", marks=pytest.mark.slow),
+        pytest.param("pp4 vpp2 schedule=zb-v dp2 zero1", marks=pytest.mark.slow),
+        pytest.param("pp4 vpp2 schedule=zb-v tp2 sp", marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_of_uneven_stages(layout: str) -> None:
+    assert_parity(DEEP, layout)
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    """GPipe in two parts: all forwards, all inputs' gradients, the weights' from last to first."""
+    count = 8
+    rows = []
+    for stage in range(2):
+        forwards = [f"{stage}F{i}" for i in range(count)]
+        of_inputs = [f"{stage}I{i}" for i in range(count)]
+        of_weights = [f"{stage}W{i}" for i in reversed(range(count))]
+        rows.append(",".join([*forwards, *of_inputs, *of_weights]))
+    path = tmp_path / "gpipe.csv"
+    path.write_text("\n".join(rows))
+    assert_parity(MODELS["tied qwen3"], f"pp2 schedule={path}")
+
+
 def test_data_parallelism_by_three() -> None:
     config = MODELS["qwen2"]
     for layout in ("dp3 zero2", "ring3 zero1 mb2"):
@@ -133,11 +183,15 @@ def layouts(draw: st.DrawFn) -> tuple[str, str, bool]:
     tp, pp, ulysses, ring = (draw(st.sampled_from([1, 1, 2, 4])) for _ in range(4))
     dp = pick(1, 1, 2, 4, 8)
     assume(2 <= tp * pp * ulysses * ring * dp <= 8)
+    chunks = {"gpipe": 1, "1f1b": pick(1, 2) if pp == 2 else 1, "zb-h1": 1}
+    schedule = pick(*SCHEDULES)
+    vpp = chunks.get(schedule, 2)
+    assume(pp * vpp <= 4)
     layout = Layout(
         tp=tp,
         sp=tp > 1 and draw(st.booleans()),
         pp=pp,
-        vpp=pick(1, 2) if pp == 2 else 1,
+        vpp=vpp,
         dp=dp,
         dp_replicate=pick(1, 2) if dp > 2 else 1,
         zero=pick(0, 1, 2, 3),
@@ -147,7 +201,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, str, bool]:
         ring=ring,
         micro_batch=pick(1, 2),
         recompute=pick("none", "selective", "full"),
-        schedule=pick("gpipe", "1f1b"),
+        schedule=schedule,
     )
     accumulation, rest = divmod(8, dp * layout.micro_batch)
     assume(accumulation >= 1 and not rest)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import UserError
-from fivefold.layout.notation import Layout
+from fivefold.layout.actions import Action
+from fivefold.layout.notation import Layout, parse
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
@@ -106,6 +107,7 @@ def test_a_group_of_one_sends_nothing() -> None:
 # Schedules
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 8)
+SLEEP_S = 0.05
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,12 @@ MICRO_BATCHES = (1, 2, 3, 4, 5, 8)
         ("pp4 schedule=gpipe", ()),
         ("pp4 schedule=1f1b", ()),
         ("pp4 vpp2", (1, 2, 3, 5)),
+        ("pp4 vpp2 schedule=zb-v", ()),
+        pytest.param("pp4 schedule=zb-h1", (), marks=pytest.mark.slow),
+        pytest.param("pp4 vpp2 schedule=bfs", (), marks=pytest.mark.slow),
+        pytest.param("pp4 vpp2 schedule=dualpipe-v", (1, 2, 3, 4, 5), marks=pytest.mark.slow),
+        pytest.param("pp2 vpp2 schedule=dualpipe-v", (1, 2, 3), marks=pytest.mark.slow),
+        pytest.param("pp2 vpp4 schedule=bfs", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_schedule_finishes_right_whenever_its_ranks_come(
@@ -122,7 +130,7 @@ def test_a_schedule_finishes_right_whenever_its_ranks_come(
     """95: 4 stages and 1, 2, 3, 4, 5, 8 micro-batches, with a sleep of 0 to 50 ms on each rank
     before each action; or refused before anything starts."""
     for micro_batches in refused:
-        with pytest.raises(UserError, match="the nearest that work"):
+        with pytest.raises(UserError, match=r"the nearest that work|micro-batches or more, not"):
             layout_for(schedule, TINY_D, random_samples(128, micro_batches))
     allowed = [m for m in MICRO_BATCHES if m not in refused]
 
@@ -132,14 +140,47 @@ def test_a_schedule_finishes_right_whenever_its_ranks_come(
         for micro_batches in allowed:
             samples = random_samples(128, micro_batches)
             trainer = make_trainer(TINY_D, layout_for(schedule, TINY_D, samples), samples)
-            trainer.pipeline.before = lambda action: time.sleep(sleeps.uniform(0, 0.05))
+            trainer.pipeline.before = lambda action: time.sleep(sleeps.uniform(0, SLEEP_S))
             records.append(record(trainer, 1))
         return records
 
-    by_rank = launch(work, 4)
+    by_rank = launch(work, parse(schedule).pp)
     for micro_batches, split in zip(allowed, zip(*by_rank, strict=True), strict=True):
         one = one_process(TINY_D, random_samples(128, micro_batches), 1)
         assert_within_limits(compare(one, split), f"{schedule}, {micro_batches} micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("pp2 schedule=zb-h1", [2, 2]),
+        ("pp2 vpp2 schedule=zb-v", [4, 4]),
+        ("pp2 vpp2 schedule=dualpipe-v", [5, 5]),
+    ],
+)
+def test_more_micro_batches_hold_no_more(schedule: str, held: list[int]) -> None:
+    """58: what a rank keeps at once of micro-batches, by looking at what the program keeps."""
+
+    def work() -> list[int]:
+        peaks = []
+        for micro_batches in (4, 8):
+            samples = random_samples(128, micro_batches)
+            trainer = make_trainer(TINY_D, layout_for(schedule, TINY_D, samples), samples)
+            pipeline, kept = trainer.pipeline, [0]
+
+            def look(action: Action, pipeline=pipeline, kept=kept) -> None:
+                now = pipeline._now
+                begins = action.kind == "F"
+                kept.append(len(now.in_flight) + len(now.put_off) + begins)
+
+            pipeline.before = look
+            trainer.gradients(0)
+            peaks.append(max(kept))
+            assert not (pipeline._now.in_flight or pipeline._now.put_off)
+            assert not (pipeline._now.arriving or pipeline._now.handed_over)
+        return peaks
+
+    assert launch(work, 2) == [[peak, peak] for peak in held]
 
 
 # Data

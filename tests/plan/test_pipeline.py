@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
@@ -14,7 +15,7 @@ from fivefold.parallel.pipeline.schedules import build, check
 from fivefold.parallel.pipeline.simulation import simulate
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.plan.pipeline import in_flight, pipeline_step_s
-from tests.parallel.pipeline.drawn import schedules
+from tests.parallel.pipeline.drawn import SPLIT, schedules
 
 
 class Case(NamedTuple):
@@ -146,22 +147,76 @@ def test_layouts_in_one_call_do_not_touch_each_other():
     assert by_formula(cases) == pytest.approx(alone, rel=1e-12)
 
 
-# Schedules that are planned only; F = 1, whole backward B = 2, W its half for the weights
+# Backwards in two parts, and both ways; F = 1, whole backward B = 2, W its half for the weights
 
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "idle_s"),
     [
         ("1f1b", 1, 7 * 3.0),
+        ("bfs", 2, 7 * 3.0),
         ("zb-h1", 1, 7 * (1 + 1 - 1)),  # (pp - 1) (F + B_input - W)
         ("zb-v", 2, 7 * 1.0),  # the fill alone
         ("dualpipe", 1, 3 * (3 + 2 - 3)),  # (stages / 2 - 1) (F&B + B - 3 W)
         ("dualpipe-v", 2, 7 * (3 + 2 - 3)),
     ],
 )
-def test_planned_schedules_idle_as_their_papers_say(schedule: str, vpp: int, idle_s: float):
+def test_schedules_idle_as_their_papers_say_and_as_their_tables_do(
+    schedule: str, vpp: int, idle_s: float
+):
     step_s = pipeline_step_s(schedule, 8, vpp, 32, [1.0] * 3, [2.0] * 3)
     assert step_s == pytest.approx(32 * vpp * 3.0 + idle_s)
+    table = build(schedule, 8, vpp, 32)
+    assert simulate(table, 1.0, 2.0, overlapped_s=3.0).step_s == pytest.approx(float(step_s))
+
+
+@given(
+    schedules(("bfs", *SPLIT)),
+    st.floats(0.5, 1.6),
+    st.floats(0.5, 1.6),
+    st.floats(0.0, 0.02),
+)
+def test_equal_stages_are_timed_as_their_tables_are(
+    schedule: Schedule, of_input: float, weight: float, send: float
+):
+    """Exactly where there are no messages, but for a V with too few micro-batches to fill it."""
+    assume(schedule.name != "zb-v" or schedule.micro_batches >= 2 * schedule.pp - 1)
+    numbers = schedule.name, schedule.pp, schedule.vpp, schedule.micro_batches
+
+    def both(send_s: float) -> tuple[float, float]:
+        times = [1.0] * 3, [of_input + weight] * 3
+        formula = pipeline_step_s(*numbers, *times, send_s, weight_s=[weight] * 3)
+        whole = of_input + weight
+        table = simulate(schedule, 1.0, whole, send_s, weight_s=weight, overlapped_s=1.0 + whole)
+        return float(formula), table.step_s
+
+    formula_s, table_s = both(0.0)
+    assert formula_s == pytest.approx(table_s, rel=1e-9)
+    formula_s, table_s = both(send)
+    assert formula_s == pytest.approx(table_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "worst"),
+    [("zb-h1", 1, 0.09), ("zb-v", 2, 0.09), ("dualpipe", 1, 0.13), ("dualpipe-v", 2, 0.14)],
+)
+def test_uneven_ends_are_timed_at_the_pace_of_the_slowest_rank(
+    schedule: str, vpp: int, worst: float
+):
+    chance = random.Random(0)
+    off = []
+    for _ in range(100):
+        pp = 2 * chance.randint(1, 6)
+        micro_batches = 2 * chance.randint(pp, 3 * pp)
+        first, last = (chance.uniform(0.7, 1.6) for _ in range(2))
+        table = build(schedule, pp, vpp, micro_batches)
+        forward = _stage_times(table.stages, (first, 1.0, last))
+        backward, both = [2 * f for f in forward], [3 * f for f in forward]
+        step_s = simulate(table, forward, backward, overlapped_s=both).step_s
+        by_role = np.array([first, 1.0, last])
+        formula = pipeline_step_s(schedule, pp, vpp, micro_batches, by_role, 2 * by_role)
+        off.append(float(formula) / step_s - 1)
+    assert min(off) > -0.06 and max(off) < worst
 
 
 def test_weight_gradients_fill_the_zero_bubble_schedule():
@@ -213,7 +268,7 @@ def test_more_micro_batches_hold_no_more_in_1f1b_and_all_of_them_in_gpipe():
     ("schedule", "vpp", "chunks"),
     [("zb-h1", 1, 8), ("zb-v", 2, 16), ("dualpipe", 1, 9), ("dualpipe-v", 2, 17)],
 )
-def test_planned_schedules_hold_on_every_rank_what_their_papers_say(
+def test_schedules_with_later_weight_gradients_hold_what_their_papers_say(
     schedule: str, vpp: int, chunks: int
 ):
     assert set(in_flight(schedule, 8, vpp, 64, np.arange(8))) == {chunks}

@@ -1,9 +1,10 @@
-"""Schedules that hypothesis draws."""
+"""Schedules that hypothesis draws, and tables that are written by hand."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from fivefold.layout.actions import Action
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.table import Schedule
@@ -31,3 +32,12 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = EVERY) -> Schedule:
     if name == "dualpipe":
         micro_batches += micro_batches % 2
     return build(name, pp, vpp, micro_batches)
+
+
+def row(text: str) -> tuple[Action, ...]:
+    """Reads "F00 B31" as the actions (F, stage 0, micro-batch 0), (B, stage 3, micro-batch 1)."""
+    return tuple(Action(word[0], int(word[1]), int(word[2])) for word in text.split())
+
+
+def table(name: str, micro_batches: int, *rows: str) -> Schedule:
+    return Schedule(name, len(rows), 1, micro_batches, tuple(row(text) for text in rows))
