@@ -302,9 +302,11 @@ def _here(cluster: str | None) -> str:
 def _show(question: Question, as_json: bool, save: str | None, timeline: str | None) -> None:
     """Answers, prints, saves, and ends with the exit code."""
     from fivefold.plan.answer import answer, plan_file, refuse_unsavable
-    from fivefold.report.timeline import check_writer
 
-    check_writer(timeline)
+    if timeline is not None:
+        from fivefold.report.timeline import check_writer
+
+        check_writer(timeline)
     if save is not None:
         refuse_unsavable(question, save)
     result = answer(question)

@@ -81,17 +81,19 @@ def seconds(spans: Spans) -> dict[str, float]:
     """
     assert spans.end_s is not None
     parts = dict.fromkeys(PARTS, 0.0)
+    optimizer_s = spans.end_s
     for work in spans.work:
         if work.name in ("optimizer", "data"):
             parts[work.name] += work.end_s - work.start_s
-    in_optimizer = [work for work in spans.work if work.name == "optimizer"]
+        if work.name == "optimizer":
+            optimizer_s = min(optimizer_s, work.start_s)
     pipeline = any(is_between_stages(message) for message in spans.messages)
     for message in spans.messages:
         if message.wait_s is None:
             continue
         idle = message.op == "receive" or (pipeline and message.split == "world")
         parts["bubble" if idle else message.split] += message.exposed_s
-        if any(work.start_s <= message.wait_s < work.end_s for work in in_optimizer):
+        if message.wait_s >= optimizer_s:
             parts["optimizer"] -= message.exposed_s
     parts["compute"] = spans.end_s - spans.start_s - sum(parts.values())
     return parts

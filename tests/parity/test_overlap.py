@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from time import perf_counter
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig
+from fivefold.model.moe import MoE
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
 from fivefold.parallel.mesh import make_axes
@@ -231,7 +233,8 @@ def test_keys_and_values_travel_beside_attention(monkeypatch: pytest.MonkeyPatch
 def test_tokens_travel_to_their_experts_beside_the_shared_expert() -> None:
     def shared(trainer: Trainer) -> dict[str, nn.Module]:
         [stage] = trainer.stages.values()
-        return {f"shared {n}": layer.mlp.shared_expert for n, layer in stage.layers.items()}
+        mixtures = {n: layer.mlp for n, layer in stage.layers.items()}
+        return {f"shared {n}": cast(MoE, mixture).shared_expert for n, mixture in mixtures.items()}
 
     four = range(SHARED.num_layers)
     for spans in spans_of(SHARED, "dp2 ep2 mb4", shared):

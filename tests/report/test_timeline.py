@@ -93,7 +93,6 @@ def test_slices_that_only_overlap_are_on_tracks_of_one_name(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_written_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_writer(None)
     check_writer(str(tmp_path / "t.pftrace"))
     assert "there is no folder" in refusal(check_writer, str(tmp_path / "none" / "t.pftrace"))
     monkeypatch.setattr(timeline, "find_spec", lambda name: None)

@@ -73,5 +73,10 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield "[bold red]The last step did not send what the plan says.[/]"
     elif report["ledger"]:
         yield "Every rank sent what the plan says, to the byte, in the last step."
+    if report["device"] == "cuda":
+        yield (
+            "Times are the host's, which issues a message to a GPU and goes on: what is waited for "
+            "there is part of compute here."
+        )
     if report["cluster"] is None:
         yield "`fivefold calibrate` measures this machine; then predicted seconds stand here too."

@@ -47,10 +47,8 @@ class Rank:
     tracks: dict[str, list[Slice]] = field(default_factory=lambda: defaultdict(list))
 
 
-def check_writer(path: str | None) -> None:
-    """Raises UserError if a timeline is asked for and the package that writes it is not there."""
-    if path is None:
-        return
+def check_writer(path: str) -> None:
+    """Raises UserError if the package that writes a timeline, or the folder, is not there."""
     if find_spec("perfetto") is None:
         raise UserError(
             f"the timeline {path} needs the package perfetto, which is not installed: "

@@ -138,6 +138,7 @@ def beside(
     return {
         "layout": str(layout),
         "precision": run.precision,
+        "device": plan.device,
         "cluster": run.cluster,
         "pp_rank": pp_rank,
         "steps": steps,

@@ -58,7 +58,8 @@ def train(run: Run) -> None:
     been written), WorkerFailure when one of its processes fails.
     """
     check_tensorboard(run)
-    check_writer(run.timeline)
+    if run.timeline is not None:
+        check_writer(run.timeline)
     if joined_by_torchrun():
         _train_joined(run)
         return
