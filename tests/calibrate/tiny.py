@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fivefold.calibrate.grid import CPU, Grid, quick
 
 _QUICK = quick(CPU)
@@ -16,9 +18,6 @@ TINY = Grid(
     memory_bytes=(1024, 65536),
     optimizer=((1, 64), (4, 1024)),
     message_bytes=(256, 4096, 65536),
-    models=(
-        {"sequence": 16, "batch": 1, "model": _QUICK.models[0]["model"]},
-        {"sequence": 16, "batch": 1, "model": _QUICK.models[1]["model"]},
-    ),
+    blocks=tuple(replace(block, sequence=16, batch=1) for block in _QUICK.blocks),
     patience_s=0.001,
 )

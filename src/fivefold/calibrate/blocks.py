@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fivefold.calibrate.clock import Clock
-from fivefold.calibrate.grid import Grid
+from fivefold.calibrate.grid import Block, Grid
 from fivefold.calibrate.kernels import DTYPES
 from fivefold.calibrate.points import Point
 from fivefold.layout.notation import parse
@@ -25,20 +25,19 @@ from fivefold.parallel.shards import Shards, materialise
 def blocks(grid: Grid, clock: Clock) -> Iterator[Point]:
     """A decoder layer, the mixture in it, the embedding, and the last norm with head and loss."""
     precision = "bf16" if clock.device.type == "cuda" else "fp32"
-    for case in grid.models:
-        yield from _Model(load_config(case["model"]), case, clock, precision).points()
+    for block in grid.blocks:
+        yield from _Model(block, clock, precision).points()
 
 
 class _Model:
     """The parts of one model at one micro-batch."""
 
-    def __init__(
-        self, config: ModelConfig, case: dict[str, Any], clock: Clock, precision: str
-    ) -> None:
-        self.config, self.clock, self.precision = config, clock, precision
+    def __init__(self, block: Block, clock: Clock, precision: str) -> None:
+        config = self.config = load_config(block.model)
+        self.clock, self.precision = clock, precision
         self.dtype, self.device = DTYPES[precision], clock.device
         self.axes = make_axes(parse(""), 0, Recorder(), kv_heads=1)  # of one process: no groups
-        self.sequence, self.batch = case["sequence"], case["batch"]
+        self.sequence, self.batch = block.sequence, block.batch
         self.sizes = _sizes(config, self.sequence, self.batch)
         positions = torch.arange(self.sequence, device=self.device).unsqueeze(1)
         ids = torch.randint(config.vocab_size, (self.sequence, self.batch), device=self.device)
@@ -54,23 +53,19 @@ class _Model:
         )
 
     def points(self) -> Iterator[Point]:
-        nothing, all_layers = range(0, 0), range(0, 1)
-        hidden = torch.randn(
-            self.sequence, self.batch, self.config.hidden_size, device=self.device
-        ).to(self.dtype)
-        x = hidden.requires_grad_()
-        layer = self._stage(all_layers, first=False, last=False)
-        yield from self._measure("layer", lambda: layer(x, self.micro_batch), x)
+        batch = self.micro_batch
+        shape = (self.sequence, self.batch, self.config.hidden_size)
+        x = torch.randn(shape, device=self.device).to(self.dtype).requires_grad_()
+        layer = self._stage(range(1), first=False, last=False)
+        yield from self._measure("layer", partial(layer, x, batch), x)
         mlp = layer.layers["0"].mlp
         if isinstance(mlp, MoE):
-            b = self.micro_batch
-            call = lambda: mlp(x, b.sequence_length, b.valid)  # noqa: E731
+            call = partial(mlp, x, batch.sequence_length, batch.valid)
             yield from self._measure("mixture", call, x)
-        first = self._stage(nothing, first=True, last=False)
-        ids = self.micro_batch.tokens
-        yield from self._measure("embedding", lambda: first(ids, self.micro_batch), None)
-        last = self._stage(nothing, first=False, last=True)
-        yield from self._measure("head", lambda: last(x, self.micro_batch), x)
+        first = self._stage(range(0), first=True, last=False)
+        yield from self._measure("embedding", partial(first, batch.tokens, batch), None)
+        last = self._stage(range(0), first=False, last=True)
+        yield from self._measure("head", partial(last, x, batch), x)
 
     def _stage(self, layers: range, first: bool, last: bool) -> Stage:
         """As the trainer builds it, with the gradient buffers of ZeRO 0."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from fivefold.model.config import load_config
+from fivefold.model.counts import count_parameters
 
 KB, MB = 2**10, 2**20
 
@@ -15,6 +19,15 @@ Shape = tuple[int, int, int]
 def _cube(sizes: tuple[int, ...]) -> list[Shape]:
     """Every m, n, k of these."""
     return [(m, n, k) for m in sizes for n in sizes for k in sizes]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A model of one layer, and the micro-batch that goes through it."""
+
+    sequence: int
+    batch: int
+    model: dict[str, Any]  # a config.json
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class Grid:
     memory_bytes: tuple[int, ...]
     optimizer: tuple[tuple[int, int], ...]  # tensors, elements of each
     message_bytes: tuple[int, ...]
-    models: tuple[dict[str, Any], ...]  # of which a layer, the embedding and the head are taken
+    blocks: tuple[Block, ...]
     patience_s: float  # for one measurement
 
 
@@ -58,10 +71,6 @@ def _mixture(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.02,
     }
-
-
-def _at(sequence: int, batch: int, model: dict[str, Any]) -> dict[str, Any]:
-    return {"sequence": sequence, "batch": batch, "model": model}
 
 
 SKINNY = ((512, 8, 128), (2048, 8, 256), (16, 512, 256), (64, 1408, 512), (2048, 1024, 128))
@@ -96,13 +105,13 @@ CPU = Grid(
     memory_bytes=(64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB),
     optimizer=((1, 4096), (16, 4096), (1, 2**18), (16, 2**16), (1, 2**22), (16, 2**18)),
     message_bytes=(256, 4 * KB, 64 * KB, 512 * KB, MB, 4 * MB, 16 * MB),
-    models=(
-        _at(128, 1, _dense(128, 384, 4, 2, 1024)),
-        _at(256, 2, _dense(128, 384, 4, 2, 1024)),
-        _at(256, 2, _dense(256, 704, 8, 4, 1024)),
-        _at(512, 1, _dense(512, 1408, 8, 8, 4096)),
-        _at(256, 2, _mixture(128, 128, 4, 2, 1024, experts=8)),
-        _at(256, 2, _mixture(256, 352, 8, 4, 1024, experts=8)),
+    blocks=(
+        Block(128, 1, _dense(128, 384, 4, 2, 1024)),
+        Block(256, 2, _dense(128, 384, 4, 2, 1024)),
+        Block(256, 2, _dense(256, 704, 8, 4, 1024)),
+        Block(512, 1, _dense(512, 1408, 8, 8, 4096)),
+        Block(256, 2, _mixture(128, 128, 4, 2, 1024, experts=8)),
+        Block(256, 2, _mixture(256, 352, 8, 4, 1024, experts=8)),
     ),
     patience_s=0.08,
 )
@@ -135,17 +144,17 @@ GPU = Grid(
         (1, 16, 16, 128, 16384),
     ),
     light=tuple(itertools.product((512, 4096, 16384), (1024, 4096, 8192))),
-    losses=((4096, 32768), (8192, 131072)),
+    losses=((4096, 32768), (16384, 32768), (8192, 131072)),
     memory_bytes=(64 * KB, MB, 16 * MB, 64 * MB, 256 * MB, 1024 * MB),
     optimizer=((1, 2**22), (64, 2**20), (16, 2**24)),
     message_bytes=(256, 4 * KB, 64 * KB, MB, 16 * MB, 128 * MB, 512 * MB),
-    models=(
-        _at(2048, 4, _dense(2048, 8192, 32, 8, 32768)),
-        _at(4096, 2, _dense(4096, 14336, 32, 8, 32768)),
-        _at(4096, 1, _dense(8192, 28672, 64, 8, 32768)),
-        _at(1024, 1, _dense(1024, 2816, 16, 4, 32768)),
-        _at(4096, 1, _mixture(2048, 1408, 16, 16, 32768, experts=64)),
-        _at(4096, 1, _mixture(4096, 14336, 32, 8, 32768, experts=8)),
+    blocks=(
+        Block(2048, 4, _dense(2048, 8192, 32, 8, 32768)),
+        Block(4096, 2, _dense(4096, 14336, 32, 8, 32768)),
+        Block(4096, 1, _dense(8192, 28672, 64, 8, 32768)),
+        Block(1024, 1, _dense(1024, 2816, 16, 4, 32768)),
+        Block(4096, 1, _mixture(2048, 1408, 16, 16, 32768, experts=64)),
+        Block(4096, 1, _mixture(4096, 14336, 32, 8, 32768, experts=8)),
     ),
     patience_s=0.1,
 )
@@ -160,10 +169,47 @@ def quick(grid: Grid) -> Grid:
         grouped=grid.grouped[:2],
         attention=grid.attention[:3],
         light=grid.light[::2],
-        losses=grid.losses[:2],
+        losses=grid.losses[::2],
         memory_bytes=grid.memory_bytes[::2],
         optimizer=grid.optimizer[::2],
         message_bytes=grid.message_bytes[::2],
-        models=grid.models[1:2] + grid.models[4:5],
+        blocks=grid.blocks[1:2] + grid.blocks[4:5],
         patience_s=grid.patience_s / 4,
     )
+
+
+MOST_SHARE = 0.25
+"""Of a device's memory that the operands of one measurement may take, gradients included."""
+T = TypeVar("T")
+
+
+def fitting(grid: Grid, memory_bytes: float) -> Grid:
+    """What of a grid a device with so much memory has room for. Messages stay: all devices must
+    send the same."""
+
+    def kept(sizes: tuple[T, ...], needed_bytes: Callable[[T], float]) -> tuple[T, ...]:
+        fit = tuple(each for each in sizes if needed_bytes(each) <= MOST_SHARE * memory_bytes)
+        return fit or (min(sizes, key=needed_bytes),)
+
+    def product_bytes(shape: Shape) -> float:
+        m, n, k = shape
+        return 8.0 * (m * n + m * k + 2 * n * k)
+
+    return replace(
+        grid,
+        products=kept(grid.products, product_bytes),
+        short_products=kept(grid.short_products, product_bytes),
+        grouped=kept(grid.grouped, lambda each: each[0] * product_bytes(each[1:])),
+        light=kept(grid.light, lambda each: 24.0 * each[0] * each[1]),
+        losses=kept(grid.losses, lambda each: 14.0 * each[0] * each[1]),
+        memory_bytes=kept(grid.memory_bytes, lambda size: 4.0 * size),
+        optimizer=kept(grid.optimizer, lambda each: 16.0 * each[0] * each[1]),
+        blocks=kept(grid.blocks, _block_bytes),
+    )
+
+
+def _block_bytes(block: Block) -> float:
+    """Weights, their gradients and a copy in 16 bits, and the logits with their gradient."""
+    config = load_config(block.model)
+    logits = block.sequence * block.batch * config.vocab_size
+    return 10.0 * count_parameters(config).total + 14.0 * logits

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fivefold.calibrate import machine, steps
-from fivefold.calibrate.grid import Grid
+from fivefold.calibrate.grid import Grid, fitting
 from fivefold.calibrate.points import Point, merged
 from fivefold.train.launch import launch, preload
 from fivefold.train.metrics import peak_flops_per_s
@@ -131,6 +131,8 @@ def _work(grid: Grid, device: str, cores: int, processes_per_node: int) -> Seen:
         here = torch.device("cpu")
     else:
         here = torch.device("cuda", torch.cuda.current_device())
+    seen = _device(here)
+    grid = fitting(grid, seen[1] / (processes_per_node if device == "cpu" else 1))
     clock = Clock(here, grid.patience_s)
     kernels = Kernels(grid, clock)
     parts: list[tuple[str, Callable[[], Iterator[Point]]]] = [
@@ -153,7 +155,7 @@ def _work(grid: Grid, device: str, cores: int, processes_per_node: int) -> Seen:
         tell("messages")
         dist.barrier()
         points += messages(grid, here, processes_per_node)
-    return *_device(here), points
+    return *seen, points
 
 
 def _device(device) -> tuple[str, int, int]:
