@@ -7,9 +7,9 @@ takes by itself.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import log
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ from fivefold.plan.operations import Operations, head_operations, layer_operatio
 Floats = NDArray[np.float64]
 Records = list[dict[str, Any]]
 
-IN_CACHE = (2**18, 2**22)
-"""Bytes of the arrays whose copies are like those of a training step on a CPU."""
+USUAL_BYTES = 2**20
+"""Of the arrays that a training step on a CPU copies."""
 
 
 def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Records]:
@@ -115,14 +115,10 @@ def _config(point: Point) -> ModelConfig:
 
 
 def _copy_byte(points: Sequence[Point]) -> float:
-    low, high = IN_CACHE
-    return statistics.median(
-        point.cpu_s / (2 * int(point.sizes["bytes"]))
-        for point in points
-        if point.what == "memory"
-        and point.sizes["op"] == "copy"
-        and low <= int(point.sizes["bytes"]) <= high
-    )
+    """Of a copy of usual size."""
+    copies = [p for p in points if p.what == "memory" and p.sizes["op"] == "copy"]
+    usual = min(copies, key=lambda p: abs(log(int(p.sizes["bytes"]) / USUAL_BYTES)))
+    return usual.cpu_s / (2 * int(usual.sizes["bytes"]))
 
 
 def _optimizer_element(points: Sequence[Point]) -> float:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from fivefold.cluster.cores import Core
 from fivefold.plan.compute import Seconds
 from fivefold.plan.job import Job
-from fivefold.plan.operations import Numbers, Operations, Product
+from fivefold.plan.operations import Attention, Numbers, Operations, Product
 
 Floats = NDArray[np.float64]
 
@@ -20,11 +20,23 @@ def work_of(job: Job, operations: Operations) -> Floats:
     parts = (
         sum((p.flops for p in operations.products), 0.0),
         element * sum((_elements(p) for p in operations.products), 0.0),
-        0.0 if attention is None else attention.flops,
+        0.0 if attention is None else _attention_flops(attention),
         element * operations.moved,
         operations.kernels,
     )
     return np.array(np.broadcast_arrays(*(np.atleast_1d(part) for part in parts)), dtype=float)
+
+
+KEYS_AT_A_TIME = 512
+"""PyTorch's attention on CPUs takes keys in blocks of so many, and passes over the blocks that a
+causal mask hides altogether (kvSplitSize in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+
+
+def _attention_flops(attention: Attention) -> Numbers:
+    """With the masked scores that are computed all the same: those in the block of keys in which
+    the causal mask's border lies."""
+    border = np.minimum(attention.sequence, KEYS_AT_A_TIME) / 2
+    return attention.flops * (attention.keys + border) / attention.keys
 
 
 def _elements(product: Product) -> Numbers:
