@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fivefold import __version__
 from fivefold.cli import main
 from fivefold.errors import UserError
+from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.runfile import Run
 
@@ -446,3 +448,77 @@ def test_export_prints_or_writes_what_an_engine_takes(capsys, plan_path, tmp_pat
 def test_export_knows_its_engines(capsys, plan_path):
     assert "'jax'" in sentence(capsys, main(["export", plan_path, "--to", "jax"]))
     assert "cannot be read" in sentence(capsys, main(["export", "no.yaml", "--to", "megatron"]))
+
+
+# --- schedule ----------------------------------------------------------------------------------
+
+
+def test_schedule_draws_a_table_and_says_what_each_rank_waits_and_keeps(capsys):
+    assert main(["schedule", "zb-h1", "--pp", "2", "--micro-batches", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "rank 0  0   1   .   (0) {0} (1) {1}\nrank 1  .   0   (0) 1   (1) {0} {1}\n3 forward"
+    )
+    assert "step 7 s, idle 14.3% of it" in out
+    assert " ".join(out.split()).endswith("0 0 6 14.3% 2 1 1 6 14.3% 2")
+
+
+def test_schedule_in_json_has_the_table_and_its_times(capsys):
+    arguments = ["--pp", "4", "--micro-batches", "8", "--overlapped-s", "2.5", "--json"]
+    assert main(["schedule", "dualpipe", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step_s"], report["bubble_fraction"]) == (24.0, 0.0625)
+    assert [rank["peak_in_flight"] for rank in report["ranks"]] == [5] * 4
+    assert report["table"][3][:3] == ["0F4", "0F5", "0F6"]
+
+
+def test_schedule_writes_a_drawing_and_a_table_that_it_reads_again(capsys, tmp_path):
+    svg, table = tmp_path / "zb-v.svg", tmp_path / "zb-v.csv"
+    assert main(["schedule", "zb-v", "--svg", str(svg), "--csv", str(table)]) == 0
+    drawn = capsys.readouterr().out
+    assert svg.read_text().startswith("<svg ")
+    assert main(["schedule", str(table)]) == 0
+    assert capsys.readouterr().out == drawn
+
+
+def test_schedule_names_what_it_knows(capsys):
+    assert main(["schedule", "--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [*SCHEDULES, *PLANNED_SCHEDULES, "FILE.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which schedule? `fivefold schedule --list` names them"),
+        (["zigzag"], "schedule=zigzag is not known: it may be gpipe, 1f1b"),
+        (["interleaved", "--micro-batches", "6"], "multiple of pp 4, not 6"),
+        (["dualpipe", "--pp", "3"], "pp 3 or ga 8 is odd: use pp4 ga8"),
+        (["dualpipe", "--csv", "table.csv"], "two copies of each stage"),
+        (["none.csv"], "cannot read none.csv"),
+        (["1f1b", "--pp", "100000", "--micro-batches", "100000"], "the most is 4,000,000"),
+        (["1f1b", "--weight-s", "3"], "--weight-s 3 is a part of the backward"),
+        (["1f1b", "--forward-s", "inf"], "inf is no number of seconds"),
+        (["1f1b", "--svg", "none/a.svg"], "cannot write none/a.svg"),
+    ],
+)
+def test_schedule_refuses_in_one_sentence(capsys, arguments: list[str], words: str):
+    assert words in sentence(capsys, main(["schedule", *arguments]))
+
+
+def test_train_and_check_refuse_a_table_that_cannot_run(capsys, tmp_path):
+    run_file = str(Path(__file__).parents[1] / "examples" / "pipeline.yaml")
+    table = tmp_path / "stuck.csv"
+    table.write_text("0B0,0F0\n1F0,1B0\n")
+    for command in ("train", "check"):
+        arguments = [command, run_file, "--layout", f"pp2 mb8 schedule={table}"]
+        line = sentence(capsys, main(arguments))
+        assert "gets stuck: rank 0 at its action 0 (B of stage 0, micro-batch 0)" in line
+
+
+def test_plan_refuses_a_table_of_ones_own(capsys, tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0B0\n1F0,1B0\n")
+    arguments = ["plan", "llama-3.1-8b", "--cluster", "dgx-h100", "--gpus", "8"]
+    line = sentence(capsys, main([*arguments, "--layout", f"pp2 dp4 schedule={table}"]))
+    assert "is run and not planned" in line

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fivefold.layout.notation import parse
 from fivefold.layout.ranks import dense_ranks, groups
+from fivefold.parallel.pipeline.picture import COLOURS
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate
 from fivefold.parallel.pipeline.table import Schedule
@@ -143,7 +144,7 @@ def data() -> Canvas:
 
 
 def pipeline() -> Canvas:
-    """The three schedules on 4 ranks with 8 micro-batches, on one scale of time."""
+    """Schedules with whole backwards on 4 ranks with 8 micro-batches, on one scale of time."""
     c = Canvas(760, 500)
     schedules = [
         (build("gpipe", 4, 1, 8), 1.0, "GPipe"),
@@ -160,6 +161,28 @@ def pipeline() -> Canvas:
     return c
 
 
+def schedules() -> Canvas:
+    """Schedules with backwards in two parts, on 4 ranks with 8 micro-batches."""
+    c = Canvas(760, 500)
+    named = [
+        (build("zb-h1", 4, 1, 8), 1.0, "ZB-H1"),
+        (build("zb-v", 4, 2, 8), 0.5, "ZB-V"),
+        (build("dualpipe-v", 4, 2, 8), 0.5, "DualPipe-V"),
+    ]
+    for index, (schedule, forward_s, name) in enumerate(named):
+        _timeline(c, schedule, forward_s, name, top=20 + 155 * index)
+    for x, kind, words in (
+        (60, "F", "forward"),
+        (160, "B", "backward"),
+        (270, "I", "gradient of the input"),
+        (450, "W", "of the weights"),
+    ):
+        c.box(x, 477, 20, 14, COLOURS[kind][0])
+        c.text(x + 26, 489, words)
+    c.text(575, 489, "second chunk paler")
+    return c
+
+
 def _timeline(c: Canvas, schedule: Schedule, forward_s: float, name: str, top: float) -> None:
     result = simulate(schedule, forward_s, 2 * forward_s)
     held = max(result.peak_in_flight) / schedule.vpp
@@ -169,13 +192,11 @@ def _timeline(c: Canvas, schedule: Schedule, forward_s: float, name: str, top: f
         f"{name}: idle {result.bubble_fraction:.0%} of the step; "
         f"rank 0 keeps the activations of up to {held:g} micro-batches",
     )
-    paler = {RANKS[0]: "#9cc0fb", RANKS[2]: "#8fd0b6"}
     for rank, row in enumerate(result.timeline):
         y = top + 10 + 28 * rank
         c.text(20, y + 17, f"rank {rank}", size=11)
         for (kind, stage, micro_batch), start, end in row:
-            fill = RANKS[0] if kind == "F" else RANKS[2]
-            fill = fill if stage < schedule.pp else paler[fill]
+            fill = COLOURS[kind][stage >= schedule.pp]
             x, width = 60 + 20.5 * start, 20.5 * (end - start)
             c.parts.append(
                 f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="25" fill="{fill}" '
@@ -294,6 +315,7 @@ FIGURES: dict[str, Callable[[], Canvas]] = {
     "ranks": ranks,
     "data": data,
     "pipeline": pipeline,
+    "schedules": schedules,
     "tensor": tensor,
     "sequence": sequence,
     "expert": expert,

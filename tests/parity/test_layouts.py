@@ -91,7 +91,7 @@ SLOW = [
     ("llama", "pp2 vpp2 schedule=zb-v recompute=selective"),
     ("qwen3", "pp2 vpp2 tp2 sp schedule=zb-v mb2"),
     ("tied qwen3", "pp2 vpp2 dp2 zero3 schedule=dualpipe-v"),
-    ("tied qwen3", "pp2 vpp2 dp2 dp_replicate2 schedule=zb-v"),
+    ("tied qwen3", "pp2 vpp2 dp4 dp_replicate2 zero1 schedule=zb-v"),
     ("qwen3_moe", "tp2 sp pp2 vpp2 dp2 ep2 zero1 schedule=zb-v"),
     ("mixtral", "tp2 etp2 pp2 dp2 ep2 zero3 recompute=selective schedule=zb-h1 mb2"),
     ("qwen2_moe", "pp2 vpp2 dp2 zero2 recompute=full schedule=dualpipe-v"),

@@ -91,12 +91,14 @@ def step_time(
         role: _rank(job, layouts, constants, per_kind, role, mine) for role, mine in traffic.items()
     }
     roles = [ranks[role] for role in ROLES]
-    # The first chunk of the first rank has the embedding, the last of the last rank the head.
+    # The first chunk of the first rank has the embedding, the last of the last rank the head; where
+    # micro-batches come from both ends, each of these ranks has both, for half of them.
+    ends = 1 + layouts.runs_both_ways
     chunks = {
         name: np.array(
             [
                 getattr(rank.layers, name) / rank.chunks
-                + getattr(rank.outside, name) * (role != "middle")
+                + getattr(rank.outside, name) * (role != "middle") / ends
                 for role, rank in ranks.items()
             ],
             dtype=float,
