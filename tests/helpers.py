@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,13 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     message = str(told.value)
     assert "\n" not in message
     return message
+
+
+def free_port() -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def printed(*parts: Any) -> str:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from fivefold.calibrate import grid, run
@@ -12,8 +15,9 @@ from fivefold.calibrate.run import calibrate
 from fivefold.cli import main
 from fivefold.cluster.cluster import devices_of, load_cluster
 from fivefold.plan.constants import Constants
+from fivefold.train.launch import launch
 from tests.calibrate.tiny import TINY
-from tests.helpers import refusal
+from tests.helpers import free_port, refusal
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,29 @@ def test_here_and_another_cluster_are_refused() -> None:
     from fivefold.cli import plan
 
     assert "--cluster dgx-h100" in refusal(plan, "llama-3.1-8b", "dgx-h100", True)
+
+
+def test_processes_of_torchrun_join_and_rank_0_writes(tmp_path: Path) -> None:
+    path, port = tmp_path / "joined.yaml", free_port()
+    all_are_connected = multiprocessing.get_context("fork").Barrier(2)
+
+    def leave_and_join() -> bool:
+        rank = dist.get_rank()
+        all_are_connected.wait()
+        dist.destroy_process_group()
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")  # 2 nodes
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        grid.CPU = replace(TINY, products=TINY.products[:1], blocks=TINY.blocks[:1])
+        wrote = calibrate(str(path), None, quick=False) is not None
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        # A worker leaves a process group at its end.
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return wrote
+
+    assert launch(leave_and_join, 2) == [True, False]
+    cluster = load_cluster(str(path), 2)
+    assert [tier.name for tier in cluster.system] == ["between nodes"]
+    assert devices_of(str(path)) == 2
 
 
 # --- what cannot be done -----------------------------------------------------------------------

@@ -12,12 +12,7 @@ import torch.distributed as dist
 from fivefold.errors import UserError
 from fivefold.train.launch import launch
 from fivefold.train.torchrun import check_world_size, join, joined_by_torchrun
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+from tests.helpers import free_port
 
 
 def launch_and_join(

@@ -14,10 +14,9 @@ import numpy as np
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
 from fivefold.layout.notation import Layout, parse
-from fivefold.model.config import ModelConfig, load_config
-from fivefold.plan.estimate import simulate
+from fivefold.model.config import load_config
+from fivefold.plan.estimate import number, simulate
 from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.parts import Rank
 from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
@@ -141,22 +140,43 @@ class _Tokens:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step as measured and as planned so far. Processor seconds of a rank, and its waiting."""
+class Planned:
+    """A step as it is planned so far, on one rank."""
 
     busy_s: float
     wait_s: float
-    planned_busy_s: float
-    planned_wait_s: float
+    optimizer_s: float
     calls: dict[str, float]  # messages by kind
+
+
+def planned(cluster: Cluster, model: str, text: str) -> Planned:
+    layout = layout_of(text)
+    job = Job(
+        load_config(MODELS[model]),
+        cluster.with_devices(layout.world_size),
+        SEQUENCE_LENGTH,
+        GLOBAL_BATCH,
+        "fp32",
+        ENGINES["fivefold"],
+    )
+    rank = simulate(job, [layout])[0].stages.time.ranks["first"]
+    calls: dict[str, float] = {}
+    for row in rank.rows:
+        kind = kind_of(row.transfer)
+        calls[kind] = calls.get(kind, 0.0) + number(row.transfer.calls)
+    m, waits = number(rank.micro_batches), rank.waits
+    return Planned(
+        busy_s=m * number(rank.busy) + number(rank.once),
+        wait_s=m * number(waits.forward + waits.backward) + number(waits.once),
+        optimizer_s=number(rank.optimizer),
+        calls=calls,
+    )
 
 
 def step_s(points: Sequence[Point], cluster: Cluster) -> float:
     """Processor seconds of a step outside of its passes and beside the optimizer's elements."""
-    wanted = {"model": "dense", "layout": ALONE}
-    point = next(p for p in points if p.what == "outside" and p.sizes == wanted)
-    rank = _planned(cluster, load_config(DENSE), layout_of(ALONE))
-    return max(0.0, point.cpu_s - _number(rank.optimizer))
+    outside = _point(points, "outside", "dense", ALONE).cpu_s
+    return max(0.0, outside - planned(cluster, "dense", ALONE).optimizer_s)
 
 
 def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
@@ -165,44 +185,23 @@ def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, An
     records = []
     for kind, text in SPLITS.items():
         model = "mixture" if kind == "ep" else "dense"
-        split, plain = (_step(points, cluster, model, each) for each in (text, UNSPLIT))
-        busy_s = (split.busy_s - plain.busy_s) - (split.planned_busy_s - plain.planned_busy_s)
-        wait_s = (split.wait_s - plain.wait_s) - (split.planned_wait_s - plain.planned_wait_s)
-        seconds = {"busy_s": busy_s, "wait_s": wait_s}
-        each = {name: rounded(max(0.0, s / split.calls[kind])) for name, s in seconds.items()}
-        records.append({"what": "call", "kind": kind, **each})
+        split, plain = (_unplanned(points, cluster, model, each) for each in (text, UNSPLIT))
+        calls = planned(cluster, model, text).calls[kind]
+        seconds = [max(0.0, (a - b) / calls) for a, b in zip(split, plain, strict=True)]
+        busy_s, wait_s = map(rounded, seconds)
+        records.append({"what": "call", "kind": kind, "busy_s": busy_s, "wait_s": wait_s})
     return records
 
 
-def _step(points: Sequence[Point], cluster: Cluster, model: str, text: str) -> _Step:
+def _unplanned(
+    points: Sequence[Point], cluster: Cluster, model: str, text: str
+) -> tuple[float, float]:
+    """Processor seconds and waiting that are measured and not planned."""
+    point, plan = _point(points, "step", model, text), planned(cluster, model, text)
+    waiting = max(0.0, point.wall_s - point.cpu_s)
+    return point.cpu_s - plan.busy_s, waiting - plan.wait_s
+
+
+def _point(points: Sequence[Point], what: str, model: str, text: str) -> Point:
     wanted = {"model": model, "layout": text}
-    point = next(p for p in points if p.what == "step" and p.sizes == wanted)
-    rank = _planned(cluster, load_config(MODELS[model]), layout_of(text))
-    m, waits = _number(rank.micro_batches), rank.waits
-    calls: dict[str, float] = {}
-    for row in rank.rows:
-        kind = kind_of(row.transfer)
-        calls[kind] = calls.get(kind, 0.0) + _number(row.transfer.calls)
-    return _Step(
-        busy_s=point.cpu_s,
-        wait_s=max(0.0, point.wall_s - point.cpu_s),
-        planned_busy_s=m * _number(rank.busy) + _number(rank.once),
-        planned_wait_s=m * _number(waits.forward + waits.backward) + _number(waits.once),
-        calls=calls,
-    )
-
-
-def _planned(cluster: Cluster, config: ModelConfig, layout: Layout) -> Rank:
-    job = Job(
-        config,
-        cluster.with_devices(layout.world_size),
-        SEQUENCE_LENGTH,
-        GLOBAL_BATCH,
-        "fp32",
-        ENGINES["fivefold"],
-    )
-    return simulate(job, [layout])[0].stages.time.ranks["first"]
-
-
-def _number(value: Any) -> float:
-    return float(np.ravel(value)[0])
+    return next(point for point in points if point.what == what and point.sizes == wanted)

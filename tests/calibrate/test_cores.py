@@ -1,0 +1,113 @@
+"""From points of a CPU to what the planner reads of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.calibrate import steps
+from fivefold.calibrate.cores import block_work, fit_cores, message_records
+from fivefold.calibrate.points import Point
+from fivefold.cluster.cluster import Cluster, cluster_of
+from tests.plan.cores import machine
+
+TOP = {
+    **{key: value for key, value in machine().items() if key not in ("operations", "messages")},
+    "devices": 8,
+}
+SHAPES = [
+    {"sequence": s, "batch": b, "hidden": h, "width": w, "heads": 4, "kv_heads": 2}
+    for s, b, h, w in [(64, 1, 64, 128), (256, 2, 64, 256), (256, 1, 256, 704), (1024, 1, 128, 512)]
+]
+
+
+def truth(**changes: Any) -> Cluster:
+    return cluster_of(machine(**changes), "cpu", "cpu", 8)
+
+
+def block_points(cluster: Cluster) -> list[Point]:
+    """Layers, dense and of experts, and heads, of a machine as the planner takes it to be."""
+    points = []
+    for shape in SHAPES:
+        sizes = {**shape, "head_dim": shape["hidden"] // 4, "vocabulary": 1024}
+        mixture = {**sizes, "experts": 8, "experts_per_token": 2}
+        for what, of in (("layer", sizes), ("layer", mixture), ("head", sizes)):
+            for part in ("forward", "backward"):
+                work = block_work(Point(what, of, 0, 0), cluster)
+                seconds = float(getattr(cluster.core, part).seconds(work))
+                points.append(Point(what, {"part": part, **of}, seconds, seconds))
+    return points
+
+
+def other_points() -> list[Point]:
+    return [
+        Point("memory", {"op": "copy", "bytes": 2**16}, 1e-6, 1e-6),
+        Point("memory", {"op": "copy", "bytes": 2**20}, 2e-5, 2e-5),
+        Point("optimizer", {"op": "norm", "tensors": 1, "elements": 100}, 1e-6, 1e-6),
+        Point("optimizer", {"op": "norm", "tensors": 2, "elements": 1000}, 2e-6, 2e-6),
+        Point("optimizer", {"op": "update", "tensors": 2, "elements": 1000}, 4e-6, 4e-6),
+    ]
+
+
+def message(op: str, size: int, groups: int, size_bytes: int, wall_s: float, cpu_s: float) -> Point:
+    sizes = {"op": op, "size": size, "groups": groups, "stride": 1, "bytes": size_bytes}
+    return Point("message", sizes, wall_s, cpu_s)
+
+
+def test_layers_of_a_machine_like_the_planners_are_explained_to_the_last_digits():
+    cluster = truth()
+    lists = fit_cores(TOP, [*block_points(cluster), *other_points()])
+    found = cluster_of({**TOP, **lists}, "here", "here", 8)
+    for point in block_points(cluster):
+        fitted = getattr(found.core, str(point.sizes["part"])).seconds(block_work(point, cluster))
+        assert fitted == pytest.approx(point.cpu_s, rel=2e-3)
+
+
+def test_copies_count_at_the_usual_size_and_the_optimizer_in_the_largest_case():
+    lists = fit_cores(TOP, [*block_points(truth()), *other_points()])
+    rest = next(each for each in lists["operations"] if each["what"] == "rest")
+    assert rest["copy_byte"] == pytest.approx(2e-5 / 2**21, rel=1e-3)
+    assert rest["optimizer_element"] == pytest.approx(1e-9 + 2e-9)
+
+
+def test_of_messages_those_count_that_all_processes_sent_at_once():
+    points = [
+        message("all_reduce", 2, 1, 1000, 9.0, 9.0),  # a pair alone
+        message("all_reduce", 2, 4, 1000, 5e-3, 1e-3),
+        message("all_reduce", 8, 1, 1000, 3e-3, 1e-3),
+        message("barrier", 8, 1, 0, 1.0, 1.0),
+    ]
+    records = message_records(points, cores=2)
+    assert [(each["ranks"], each["busy_s"]) for each in records] == [(2, 1e-3), (8, 1e-3)]
+    # 8 processes have 2 cores: of 5 ms, 4 are turns on a core; 3 ms are less than turns alone.
+    assert [each["wait_s"] for each in records] == pytest.approx([1e-3, 0.0])
+
+
+def test_a_call_costs_by_how_much_a_step_with_such_messages_is_longer_than_planned():
+    cluster = truth()
+    points = []
+    for model, text in steps.cases():
+        planned = steps.planned(cluster, model, text)
+        extra = 1e-4 * planned.calls.get("tp", 0.0)
+        busy_s = planned.busy_s + extra
+        sizes = {"model": model, "layout": text}
+        points.append(Point("step", sizes, busy_s + planned.wait_s + 2 * extra, busy_s))
+        points.append(Point("outside", sizes, 5e-3, 5e-3))
+    records = {each["kind"]: each for each in steps.call_records(points, cluster)}
+    assert records["tp"]["busy_s"] == pytest.approx(1e-4, rel=1e-3)
+    assert records["tp"]["wait_s"] == pytest.approx(2e-4, rel=1e-3)
+    for kind in ("zero", "ulysses", "ring", "ep"):
+        assert records[kind]["busy_s"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_elements():
+    cluster = truth()
+    elements = sum(
+        np.prod(shape)
+        for shape in [(1024, 192), (192, 1024), (192,)]
+        + 2 * [(192, 192), (192, 192), (192, 64), (192, 64), *3 * [(192, 512)], (192,), (192,)]
+    )
+    outside = Point("outside", {"model": "dense", "layout": steps.ALONE}, 5e-3, 5e-3)
+    assert steps.step_s([outside], cluster) == pytest.approx(5e-3 - 2e-9 * elements)
