@@ -114,13 +114,14 @@ def test_a_number_of_processes_that_cannot_be_is_refused(processes: int) -> None
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch
 ) -> None:
+    monkeypatch.delattr("fivefold.calibrate.measure.measure_locally")
     assert "must end in .yaml" in refusal(calibrate, "here.txt", None, quick=True)
-    assert "is a folder" in refusal(run.check_writable, tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    assert "is a folder" in refusal(calibrate, str(tmp_path / "folder.yaml"), None, quick=True)
     file = tmp_path / "file"
     file.write_text("")
-    assert f"{file} does not allow it" in refusal(run.check_writable, file / "here.yaml")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as for another user's folder
-    assert "name another with --out" in refusal(run.check_writable, tmp_path / "here.yaml")
+    told = refusal(calibrate, str(file / "here.yaml"), None, quick=True)
+    assert "(Not a directory): name another with --out" in told or "(File exists)" in told
 
 
 def test_without_torch_the_extra_is_named(monkeypatch) -> None:

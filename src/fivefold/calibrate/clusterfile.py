@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,26 @@ _ONE_LINE: dict[str, Any] = {
 }
 
 
-def write(path: Path, text: str) -> None:
-    """Writes the file and its folder. UserError where that is not allowed."""
-    try:
+def check_writable(path: Path) -> None:
+    """Makes the folder of a file that is to be written. UserError where that or a file in it is
+    not allowed, which is better known before minutes of measuring."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a file in it, such as {path / 'here.yaml'}")
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the file. UserError where that is not allowed."""
+    with _writing(path):
         write_aside(path, text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"the cluster file {path} cannot be written ({error.strerror}): name another with --out"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold.calibrate.clusterfile import as_text, check_writable, write
 from fivefold.calibrate.cores import Records, fit_cores
 from fivefold.calibrate.fit import Fit, fit_messages, fit_operations
 from fivefold.calibrate.machine import here_path
@@ -50,7 +50,6 @@ def calibrate(out: str | None, processes: int | None, quick: bool) -> Calibrated
     import torch
 
     from fivefold.calibrate import grid
-    from fivefold.calibrate.clusterfile import as_text, write
     from fivefold.calibrate.device import head
     from fivefold.calibrate.measure import measure_joined, measure_locally
 
@@ -89,16 +88,4 @@ def _check_processes(processes: int | None, joined: bool) -> None:
         raise UserError(
             f"torchrun started {processes_of_torchrun()} processes and --processes says "
             f"{processes}: leave it out"
-        )
-
-
-def check_writable(path: Path) -> None:
-    """Refuses, before anything is measured, a file that could not be written."""
-    if path.is_dir():
-        raise UserError(f"--out {path} is a folder: name a file in it, such as {path}/here.yaml")
-    exists = next(folder for folder in path.absolute().parents if folder.exists())
-    if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
-        raise UserError(
-            f"the cluster file {path} cannot be written, for {exists} does not allow it: name "
-            "another with --out"
         )
