@@ -14,6 +14,7 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.runfile import Run
+from tests.report.test_timeline import read as read_timeline
 
 RUN = """
 model: config.json
@@ -157,6 +158,21 @@ def test_train_passes_its_options_on_and_the_flags_win(run_file, engine, tmp_pat
     (run,) = runs
     assert (run.layout, run.steps, run.out, run.seed) == ("tp2", 7, str(tmp_path / "o"), 3)
     assert (run.checkpoint.every, run.checkpoint.resume) == (2, True)
+
+
+def test_paths_of_train_s_options_are_meant_from_where_one_stands(
+    run_file, engine, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    runs: list[Run] = []
+    engine("loop", runs.append)
+    options = ["--cluster", "my/here.yaml", "--timeline", "t: 1.pftrace", "--timeline-steps", "5"]
+    assert main(["train", run_file, *options]) == 0
+    (run,) = runs
+    assert run.cluster == str(tmp_path / "my" / "here.yaml")
+    assert (run.timeline, run.timeline_steps) == (str(tmp_path / "t: 1.pftrace"), 5)
+    assert main(["train", run_file, "--cluster", "dgx-h100"]) == 0
+    assert runs[-1].cluster == "dgx-h100"
 
 
 def report(**changes) -> dict:
@@ -421,6 +437,17 @@ def test_a_saved_layout_that_does_not_fit_is_said_not_to(capsys, tmp_path):
     assert f"the layout that {path} keeps does not fit" in notes
     assert main([*SMALL, "--layout", "dp8 zero3", "--save", path, "--json"]) == 0
     assert not any(path in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_plan_is_written_as_a_timeline(capsys, tmp_path):
+    path = tmp_path / "plan.pftrace"
+    arguments = ["--fix", "pp2", "--global-batch", "8", "--timeline", str(path)]
+    planned(capsys, "--dims", TINY, "--cluster", NODES, "--gpus", "8", *arguments)
+    processes = {each.place[0] for each in read_timeline(path)}
+    assert processes == {"pipeline rank 0", "pipeline rank 1"}
+    nowhere = ["--timeline", str(tmp_path / "none" / "plan.pftrace")]
+    command = ["plan", "--dims", TINY, "--cluster", NODES, "--gpus", "8", *nowhere]
+    assert "there is no folder" in sentence(capsys, main(command))
 
 
 def test_the_names_that_are_known_can_be_json(capsys):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from fivefold.train.metrics import (
     MetricsFile,
     Reporter,
     StepMetrics,
+    begin_peak_memory,
     check_tensorboard,
     peak_flops_per_s,
     peak_memory_bytes,
@@ -229,3 +231,16 @@ def test_peak_memory_is_in_bytes() -> None:
     held = bytearray(300_000_000)
     held[::4096] = b"x" * len(held[::4096])
     assert 3e8 < peak_memory_bytes() < 3e10
+
+
+def test_the_peak_begins_anew_where_the_system_lets_it() -> None:
+    held = bytearray(300_000_000)
+    held[::4096] = b"x" * len(held[::4096])
+    before = peak_memory_bytes()
+    del held
+    base = begin_peak_memory()
+    after = peak_memory_bytes()
+    if os.access("/proc/self/clear_refs", os.W_OK):
+        assert after < before - 2e8 and abs(after - base) < 2e7
+    else:
+        assert after == before
