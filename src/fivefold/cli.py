@@ -146,7 +146,7 @@ MeasuredOption = Annotated[
     ),
 ]
 EngineOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--engine",
         metavar="NAME",
@@ -223,7 +223,7 @@ def plan(
     max_memory: MaxMemoryOption = None,
     headroom: HeadroomOption = None,
     measured: MeasuredOption = None,
-    engine: EngineOption = "megatron",
+    engine: EngineOption = None,
     mtp: MtpOption = False,
     offload: OffloadOption = False,
     imbalance: ImbalanceOption = 1.0,

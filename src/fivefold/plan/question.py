@@ -51,7 +51,7 @@ class Options:
     global_batch: int | None = None  # sequences
     global_batch_tokens: str | None = None
     precision: str | None = None
-    engine: str = "megatron"
+    engine: str | None = None  # megatron, or on a CPU fivefold
     mtp: bool = False
     offload: bool = False
     imbalance: float = 1.0
@@ -103,13 +103,15 @@ def ask(options: Options) -> Question:
     sequence_length = options.sequence_length or _usual_length(config, notes)
     layout = None if options.layout is None else parse_named(options.layout, gpus)
     global_batch = _global_batch(options, gpus, sequence_length, layout, notes)
+    cluster = load_cluster(options.cluster, gpus)
+    precision, engine = _program(options, cluster)
     job = Job(
         config=config,
-        cluster=load_cluster(options.cluster, gpus),
+        cluster=cluster,
         sequence_length=sequence_length,
         global_batch=global_batch,
-        precision=options.precision or "bf16",
-        engine=replace(ENGINES[options.engine], host_optimizer=options.offload),
+        precision=precision,
+        engine=replace(ENGINES[engine], host_optimizer=options.offload),
         mtp=options.mtp,
         imbalance=options.imbalance,
     )
@@ -128,6 +130,23 @@ def ask(options: Options) -> Question:
         measured=tuple(measured_step(text, job) for text in options.measured),
         notes=tuple(notes),
     )
+
+
+def _program(options: Options, cluster: Cluster) -> tuple[str, str]:
+    """Precision and engine: on the cores of a CPU this program runs, and was measured in fp32."""
+    if cluster.cores is None:
+        return options.precision or "bf16", options.engine or "megatron"
+    if options.engine not in (None, "fivefold"):
+        raise UserError(
+            f"{cluster.name} is processes on a CPU, which engine {options.engine} does not run on: "
+            "leave --engine out"
+        )
+    if options.precision not in (None, "fp32"):
+        raise UserError(
+            f"{cluster.name} is a CPU that was measured in fp32, not in {options.precision}: leave "
+            "--precision out"
+        )
+    return "fp32", "fivefold"
 
 
 def _refuse_contradictions(options: Options) -> None:
@@ -154,7 +173,7 @@ def _refuse_contradictions(options: Options) -> None:
 
 def _check(options: Options, config: ModelConfig) -> None:
     """Refuses values that no cluster is needed to refuse."""
-    if options.engine not in ENGINES:
+    if options.engine is not None and options.engine not in ENGINES:
         raise UserError(f"engine {options.engine!r} is not known: it may be {join_or(ENGINES)}")
     if options.precision is not None and options.precision not in PRODUCT_BYTES:
         raise UserError(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.calibrate.machine import here_path
+from fivefold.cluster.cluster import Cluster, load_cluster
 from fivefold.layout.ranks import groups
 from fivefold.ledger import Ledger
 from fivefold.plan.estimate import Estimate, estimate
@@ -59,20 +60,34 @@ class RankOutcome:
 
 
 def predict(plan: Plan) -> Estimate | None:
-    """What the planner says of this very run on the run's cluster; None without one. UserError
-    where the cluster is not known or cannot compute in the run's precision."""
+    """What the planner says of this very run on the run's cluster, or where it names none on this
+    machine as `fivefold calibrate` has measured it; None where it has not. UserError where the
+    cluster is not known or cannot compute in the run's precision."""
     run, layout = plan.run, plan.layout
-    if run.cluster is None:
+    cluster = _cluster_of(plan)
+    if cluster is None:
         return None
     job = Job(
         plan.config,
-        load_cluster(run.cluster, layout.world_size),
+        cluster,
         run.data.sequence_length,
         run.global_batch,
         run.precision,
         ENGINES["fivefold"],
     )
     return estimate(job, layout)
+
+
+def _cluster_of(plan: Plan) -> Cluster | None:
+    world_size = plan.layout.world_size
+    if plan.run.cluster is not None:
+        return load_cluster(plan.run.cluster, world_size)
+    if not here_path().is_file():
+        return None
+    cluster = load_cluster(str(here_path()), world_size)
+    on_cpu = plan.device == "cpu"
+    measured = (cluster.cores is not None) == on_cpu  # a machine with GPUs may run on its CPU
+    return cluster if measured and not (on_cpu and plan.run.precision != "fp32") else None
 
 
 def predicted_seconds(estimate: Estimate) -> dict[str, float]:

@@ -94,7 +94,7 @@ class Run(Section):
     tensorboard: bool = False
     timeline: str | None = None  # file of what all ranks did and sent; None: it is not written
     timeline_steps: PositiveInt = 3  # steps in it, those after the first of the run
-    cluster: str | None = None  # the planner's, whose prediction stands beside the run
+    cluster: str | None = None  # that the plan beside the run is for; None: this machine
     out: str | None = None  # folder of metrics and checkpoints; None: nothing is written
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: PositiveInt = 300  # a collective that waits longer than this has failed
