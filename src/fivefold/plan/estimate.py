@@ -102,10 +102,10 @@ def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
 
 def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Simulated:
     stages = Stages(job, layout, constants, time)
-    once = max(number(rank.once) for rank in time.ranks.values())
+    once = max(_number(rank.once) for rank in time.ranks.values())
     pipeline = stages.pipeline_s(once)
     inside = np.array([pipeline + once])
-    step = number(whole_step_s(job, Layouts.of([layout]), constants, inside))
+    step = _number(whole_step_s(job, Layouts.of([layout]), constants, inside))
     return Simulated(stages, pipeline, once, step)
 
 
@@ -165,14 +165,14 @@ def estimate(job: Job, layout: Layout, simulated: Simulated | None = None) -> Es
     )
 
 
-def number(value: Any) -> float:
+def _number(value: Any) -> float:
     """The one element of an array over one layout."""
     return float(np.ravel(value)[0])
 
 
 def _busiest(time: Time) -> str:
     """The role of the pipeline rank that works longest."""
-    works = {role: number(r.micro_batches * r.busy + r.once) for role, r in time.ranks.items()}
+    works = {role: _number(r.micro_batches * r.busy + r.once) for role, r in time.ranks.items()}
     return max(ROLES, key=lambda role: works[role])
 
 
@@ -227,10 +227,10 @@ class Stages:
         s = compute.seconds(self.job, self.constants, operations)
         selective = self.layout.recompute == "selective"
         return _Compute(
-            number(s.forward),
-            number(s.backward),
-            number(compute.selected_s(self.job, s)) if selective else 0.0,
-            number(s.attention_forward + s.attention_backward),
+            _number(s.forward),
+            _number(s.backward),
+            _number(compute.selected_s(self.job, s)) if selective else 0.0,
+            _number(s.attention_forward + s.attention_backward),
         )
 
     def _stage_compute(self) -> list[_Compute]:
@@ -250,7 +250,7 @@ class Stages:
     def outside(self, role: str) -> _Compute:
         """Of embedding, head and loss."""
         passes = self.time.ranks[role].outside
-        return _Compute(number(passes.forward), number(passes.backward))
+        return _Compute(_number(passes.forward), _number(passes.backward))
 
     def rank_compute(self, rank: int) -> _Compute:
         """Of all that a pipeline rank has."""
@@ -267,8 +267,8 @@ class Stages:
         own = _Compute()
         for chunk in self.compute[self.rank_of(role)]:
             own = own.plus(chunk)
-        forward = number(layers.forward) / own.forward
-        backward = number(layers.backward) / (own.backward + own.recompute)
+        forward = _number(layers.forward) / own.forward
+        backward = _number(layers.backward) / (own.backward + own.recompute)
         seconds = [
             (c.forward * forward, (c.backward + c.recompute) * backward) for c in self.compute[rank]
         ]
@@ -296,7 +296,7 @@ class Stages:
         for rank, seconds in enumerate(chunks):
             for stage, times in zip(rank_stages(layout, rank), seconds, strict=True):
                 forward[stage], backward[stage] = times
-        send = number(self.time.ranks["middle"].send)
+        send = _number(self.time.ranks["middle"].send)
 
         def simulated(micro_batches: int) -> float:
             table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
@@ -315,8 +315,8 @@ class Stages:
         """Pipeline and what is once a step, from the step by formula."""
         layouts = Layouts.of([self.layout])
         steps = [whole_step_s(self.job, layouts, self.constants, np.array([s])) for s in (0.0, 1.0)]
-        none, one = map(number, steps)
-        return (number(self.time.step) - none) / (one - none)
+        none, one = map(_number, steps)
+        return (_number(self.time.step) - none) / (one - none)
 
     def described(self, rank: int, memory: dict[str, float]) -> dict[str, Any]:
         """What the answer says of a pipeline rank; `memory` as in `stage_memory`."""
@@ -336,16 +336,16 @@ class Stages:
 def _waits_s(simulated: Simulated, rank: Rank) -> float:
     """Seconds between the first forward and the end of the optimizer in which a rank does nothing,
     for other ranks or for messages between stages."""
-    works = number(rank.micro_batches * rank.busy + rank.once)
+    works = _number(rank.micro_batches * rank.busy + rank.once)
     return simulated.pipeline_s + simulated.once_s - works
 
 
 def _exposed_s(simulated: Simulated, rank: Rank) -> list[float]:
     """The exposed seconds of each of the rank's rows. Those of messages between stages are no more
     than it waits at all: the pipeline decides which of them it waits for."""
-    sends = sum(number(row.exposed) for row in rank.rows if _between_stages(row))
+    sends = sum(_number(row.exposed) for row in rank.rows if _between_stages(row))
     share = min(1.0, max(0.0, _waits_s(simulated, rank)) / sends) if sends else 0.0
-    return [number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
+    return [_number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
 
 
 def _between_stages(row: Row) -> bool:
@@ -353,14 +353,14 @@ def _between_stages(row: Row) -> bool:
 
 
 def _happens(row: Row) -> bool:
-    return number(row.transfer.calls) > 0 and number(row.transfer.group_size) > 1
+    return _number(row.transfer.calls) > 0 and _number(row.transfer.group_size) > 1
 
 
 def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
     """The step of one pipeline rank, in parts that add up to it."""
     stages = simulated.stages
     rank = stages.time.ranks[role]
-    m = number(rank.micro_batches)
+    m = _number(rank.micro_batches)
     arithmetic = stages.rank_compute(stages.rank_of(role))
     computes = m * (arithmetic.forward + arithmetic.backward + arithmetic.recompute)
     exposed: dict[str, float] = {}
@@ -371,8 +371,8 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
         key = f"exposed_{row.transfer.split}"
         exposed[key] = exposed.get(key, 0.0) + seconds
         sends += seconds * _between_stages(row)
-    optimizer = number(rank.optimizer)
-    works = m * number(rank.busy) + number(rank.once)
+    optimizer = _number(rank.optimizer)
+    works = m * _number(rank.busy) + _number(rank.once)
     return {
         "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
         "attention": m * arithmetic.attention,
@@ -397,13 +397,13 @@ def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterat
     rows: dict[tuple[Any, ...], list[float]] = {}
     for row, exposed in zip(rank.rows, _exposed_s(simulated, rank), strict=True):
         transfer = row.transfer
-        calls, size = number(transfer.calls), int(number(transfer.group_size))
+        calls, size = _number(transfer.calls), int(_number(transfer.group_size))
         if not _happens(row):
             continue
         tier = _tier(cluster, places[transfer.axis])
-        payload = number(transfer.payload_bytes)
+        payload = _number(transfer.payload_bytes)
         key = (transfer.split, transfer.phase, transfer.op, size, payload, tier)
-        numbers = [calls, number(transfer.wire_bytes), number(row.seconds), exposed]
+        numbers = [calls, _number(transfer.wire_bytes), _number(row.seconds), exposed]
         rows[key] = [a + b for a, b in zip(rows.get(key, [0.0] * 4), numbers, strict=True)]
     for (split, phase, op, size, payload, tier), (calls, wire, seconds, exposed) in rows.items():
         yield LedgerRow(split, phase, op, size, payload, calls, wire, tier, seconds, exposed, stage)

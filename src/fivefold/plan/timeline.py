@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages
 from fivefold.parallel.pipeline import schedules
-from fivefold.plan.estimate import Stages, number, simulate
+from fivefold.plan.estimate import Stages, simulate
 from fivefold.plan.job import Job
 
 
@@ -39,14 +42,14 @@ def planned_step(job: Job, layout: Layout) -> PlannedStep:
     for rank in range(layout.pp):
         for stage, seconds in zip(rank_stages(layout, rank), stages.chunk_s(rank), strict=True):
             forward_s[stage], backward_s[stage] = seconds
-    send_s = number(stages.time.ranks["middle"].send)
+    send_s = _only(stages.time.ranks["middle"].send)
     table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     ranks = range(layout.pp)
     return PlannedStep(
         schedules.simulate(table, forward_s, backward_s, send_s),
         send_s,
         [_afterwards(stages, rank) for rank in ranks],
-        [number(stages.time.ranks[stages.role_of(rank)].optimizer) for rank in ranks],
+        [_only(stages.time.ranks[stages.role_of(rank)].optimizer) for rank in ranks],
     )
 
 
@@ -56,8 +59,13 @@ def _afterwards(stages: Stages, rank: int) -> list[Afterwards]:
     made = []
     for row in stages.time.ranks[stages.role_of(rank)].rows:
         transfer = row.transfer
-        exposed_s = number(row.exposed)
+        exposed_s = _only(row.exposed)
         if exposed_s > 0 and (transfer.split == "dp" or transfer.phase == "optimizer"):
-            payload = number(transfer.total_bytes)
+            payload = _only(transfer.total_bytes)
             made.append(Afterwards(transfer.split, transfer.phase, transfer.op, payload, exposed_s))
     return made
+
+
+def _only(value: Any) -> float:
+    """The one element of an array over one layout."""
+    return float(np.ravel(value)[0])
