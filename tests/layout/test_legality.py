@@ -303,6 +303,8 @@ def test_no_more_layers_are_recomputed_than_a_stage_has(text: str, most: int):
         ),
         ("pp4 ga9 schedule=dualpipe", "pp4 ga10 schedule=dualpipe", ["ga 9 is odd", "ga10"]),
         ("pp3 ga8 schedule=dualpipe", "pp4 ga8 schedule=dualpipe", ["pp 3", "pp4 ga8"]),
+        ("pp2 schedule=bfs", "pp2 vpp3 schedule=bfs", ["vpp is 1", "use vpp2", "schedule=gpipe"]),
+        ("pp2 vpp2 schedule=gpipe", "pp2 vpp2 schedule=bfs", ["vpp is 2", "schedule=bfs"]),
     ],
 )
 def test_a_rule_of_a_schedule(text: str, neighbour: str, words: list[str]):

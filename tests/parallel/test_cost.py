@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.layout import legality
-from fivefold.layout.notation import Layout, parse
+from fivefold.layout.notation import SCHEDULES, Layout, parse
 from fivefold.layout.ranks import coordinates
 from fivefold.ledger import Ledger
 from fivefold.model.config import ModelConfig
@@ -70,6 +70,10 @@ FIXED = [
     ("tied mixture", "dp2 tp2 sp pp2 ep2 ring2 ga2 mb2"),
     ("shared expert", "dp4 tp2 etp2 ep2 sp zero3 ga2 recompute=full"),
     ("shared expert", "dp4 dp_replicate2 zero1 tp2 ep2 ga2"),
+    ("tied", "pp2 vpp2 ga4 dp2 zero1 schedule=dualpipe-v"),
+    ("tied mixture", "pp2 vpp2 ga3 dp2 ep2 tp2 sp zero2 recompute=full schedule=zb-v"),
+    ("tied", "pp4 ga4 dp2 zero3 schedule=zb-h1"),
+    ("mixture", "pp2 vpp2 ga2 tp2 etp2 schedule=bfs"),
 ]
 
 
@@ -113,7 +117,7 @@ def layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, int, str]
         accumulation=pick(1, 2, 3, 4),
         recompute=recompute,
         recompute_layers=pick(0, 0, 1, 3) if recompute == "full" else 0,
-        schedule=pick("1f1b", "1f1b", "gpipe") if vpp == 1 else "1f1b",
+        schedule=pick("1f1b", *SCHEDULES),
         order=tuple(draw(st.permutations(("tp", "cp", "ep", "dp", "pp")))),
         layers=pick(None, (1, 3), None) if pp * vpp == 2 else None,
     )

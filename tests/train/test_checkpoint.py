@@ -239,6 +239,13 @@ def test_tied_embeddings_resume_in_another_layout(tokens: Path, tmp_path: Path) 
     check_targets(TIED, make_samples(tokens), tmp_path, ("tp2",), ("pp2 dp2 zero1",), 2, 4)
 
 
+def test_two_copies_of_a_tied_embedding_on_one_rank_resume_alike(
+    tokens: Path, tmp_path: Path
+) -> None:
+    text = "pp2 vpp2 schedule=zb-v"
+    check_targets(TIED, make_samples(tokens), tmp_path, ("dp1", text), (text,), 2, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_layout_resumes_in_every_other(tokens: Path, tmp_path: Path) -> None:

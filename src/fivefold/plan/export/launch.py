@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fivefold import __version__
-from fivefold.layout.notation import SCHEDULES
 from fivefold.plan.export.planned import SCRIPT, STRICT, Export, Planned, command, comment, torchrun
 
 CHECKED_AGAINST = f"fivefold {__version__} and torchrun of PyTorch 2.13"
@@ -68,7 +67,7 @@ def _notes(planned: Planned) -> list[str]:
     candidates = {
         f"fivefold trains in {' or '.join(PRECISIONS)}, not in {plan.precision}: the run file's "
         "precision is kept": plan.precision not in PRECISIONS,
-        f"fivefold does not run schedule={layout.schedule}": layout.schedule not in SCHEDULES,
+        f"fivefold does not run schedule={layout.schedule}": layout.runs_both_ways,
         "fivefold does not train multi-token prediction yet": planned.mtp_layers > 0,
         f"fivefold cannot train this model yet ({', '.join(planned.config.untrainable)})": bool(
             planned.config.untrainable
