@@ -4,10 +4,12 @@ READY := .venv/.ready
 
 .PHONY: run test test-all lint bench
 
-# Choose a layout for a large model; then train the first example, split five ways on 8 local
-# processes, and prove the split.
+# Choose a layout for a large model; then measure this machine (once), train the first example,
+# split five ways on 8 local processes, with the plan beside the run, and prove the split.
 run: $(READY)
 	$(BIN)/fivefold plan llama-3.1-8b --cluster dgx-h100 --gpus 64 --top 3
+	@echo
+	$(BIN)/fivefold plan examples/models/first-run.json --here --seq 256 --global-batch 16 --top 3
 	@echo
 	$(BIN)/fivefold train examples/first-run.yaml
 	$(BIN)/fivefold check examples/first-run.yaml --steps 2

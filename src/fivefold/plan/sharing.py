@@ -111,7 +111,7 @@ def beside_compute(transfer: Transfer) -> bool:
     if transfer.axis == "ring" or _between_stages(transfer):
         return True
     if transfer.split == "dp":
-        return transfer.phase == "backward"
+        return transfer.phase != "optimizer"
     sums = transfer.op in ("all_reduce", "reduce_scatter")
     return transfer.axis == "tp" and transfer.phase == "backward" and sums and not transfer.again
 
