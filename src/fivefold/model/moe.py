@@ -52,10 +52,25 @@ class NoExchange:
         return counts
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, list[int], Any]:
-        return rows, counts.tolist(), None
+        return rows, on_host(counts, rows.shape[0]).tolist(), None
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
         return rows
+
+
+def count(ids: Tensor, size: int) -> Tensor:
+    """How often each of the ids 0 to size - 1 occurs, int64 [size]. (bincount waits for the device
+    to tell it how long its result is.)"""
+    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def on_host(counts: Tensor, total: int) -> Tensor:
+    """Counts whose sum is `total` (of each row, if there are rows), on the host: what follows
+    depends on them. Where there is nothing but shapes, routing is taken to be even."""
+    if not counts.is_meta:
+        return counts.cpu()
+    ends = torch.arange(counts.shape[-1] + 1) * total // counts.shape[-1]
+    return ends.diff().expand(counts.shape)
 
 
 class _GroupedLinears(torch.autograd.Function):
@@ -85,7 +100,7 @@ class _GroupedLinears(torch.autograd.Function):
 
 def _grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
-    if x.is_cuda:
+    if x.device.type != "cpu":
         return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
     out = x.new_empty(x.shape[0], weights.shape[2])
     for group, rows, part in zip(weights, x.split(counts), out.split(counts), strict=True):
@@ -101,7 +116,7 @@ def _grouped_weight_gradient(
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
     main_grad = getattr(p, "main_grad", None)
-    if x.is_cuda:
+    if x.device.type != "cpu":
         total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
         if main_grad is None:
             return total
@@ -169,7 +184,7 @@ class MoE(nn.Module):
 
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.config.num_experts)
+        counts = count(flat, self.config.num_experts)
         rows = tokens.index_select(0, order // self.config.experts_per_token)
         rows, local_counts, state = self.exchange.dispatch(rows, counts)
         rows = self.exchange.combine(self.experts(rows, local_counts), state)
@@ -208,7 +223,7 @@ class MoE(nn.Module):
         with torch.no_grad():
             sequence = torch.arange(experts.shape[0], device=experts.device) % batch
             slot = (sequence.unsqueeze(-1) * num_experts + experts).flatten()
-            counts = slot.bincount(minlength=batch * num_experts).view(batch, num_experts)
+            counts = count(slot, batch * num_experts).view(batch, num_experts)
             counts = self.exchange.sum_over_sequence(counts.float())
             share = counts / (sequence_length * k)
         sums = probabilities.view(-1, batch, num_experts).sum(0)

@@ -97,7 +97,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.recorder.record(axis, "all_reduce", size_in_bytes(x))
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: x)
     if not _is_gloo(x):
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
@@ -132,7 +132,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
         out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     axis.recorder.record(axis, "all_gather", size_in_bytes(out))
     copies = out.view(axis.size, *x.shape)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         for copy in copies:  # one by one: FSDP2's x is a part of out
             copy.copy_(x)
         return Pending([], lambda: out)
@@ -160,7 +160,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     x = x.contiguous()
     slices = x.view(axis.size, *out.shape)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: out.copy_(slices[axis.index]))
     if not _is_gloo(x):
         work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
@@ -178,7 +178,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return x
     out = x.new_empty(x.shape)
     return Pending([_start_all_to_all(out, x.contiguous(), axis)], lambda: out).wait()
@@ -197,7 +197,7 @@ def all_to_all_rows(
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
     axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
     out = x.new_empty(sum(receive), *x.shape[1:])
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return out.zero_()
     work = _start_all_to_all(out, x.contiguous(), axis, receive, send)
     return Pending([work], lambda: out).wait()
@@ -209,7 +209,7 @@ def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
         return x
     out = x.new_empty(sum(counts), *x.shape[1:])
     axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return out.zero_()
     leaving = _repeat(x, axis).flatten(0, 1)
     work = _start_all_to_all(out, leaving, axis, counts, [x.shape[0]] * axis.size)
@@ -222,7 +222,7 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
         return x
     axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
     own = counts[axis.index]
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return x.split(list(counts))[axis.index].clone()
     received = x.new_empty(axis.size, own, *x.shape[1:])
     arriving = received.flatten(0, 1)
@@ -234,7 +234,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the next rank of the ring and receive the previous rank's."""
     axis.recorder.record(axis, "send", size_in_bytes(x))
     out = torch.empty_like(x)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: out.copy_(x))
     leaving, arriving = [0] * axis.size, [0] * axis.size
     leaving[(axis.index + 1) % axis.size] = arriving[(axis.index - 1) % axis.size] = x.numel()
@@ -245,7 +245,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
 def start_send(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the other rank of a two-rank channel."""
     axis.recorder.record(axis, "send", size_in_bytes(x))
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: x)
     x = x.contiguous()
     work = dist.isend(x, axis.ranks[1 - axis.index], group=axis.group)
@@ -254,7 +254,7 @@ def start_send(x: Tensor, axis: Axis) -> Pending:
 
 def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
     """Receive a tensor of this shape (dtype and device of `like`) from a channel's other rank."""
-    if axis.recorder.dry:
+    if _is_echoed(like, axis):
         return Pending([], lambda: like.new_zeros(*shape))
     out = like.new_empty(*shape)
     work = dist.irecv(out, axis.ranks[1 - axis.index], group=axis.group)
@@ -263,6 +263,12 @@ def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
 
 def _is_gloo(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+def _is_echoed(x: Tensor, axis: Axis) -> bool:
+    """Does a dry run stand in for the peers? Tensors without values need nobody's: they go the
+    way of a GPU's, to a process group that does nothing."""
+    return axis.recorder.dry and not x.is_meta
 
 
 def _row_bytes(x: Tensor) -> int:

@@ -130,6 +130,12 @@ class Trainer:
     def step(self, step: int, lr: float) -> StepResult:
         """Forward, backward and optimizer step number `step` (from 0) with learning rate `lr`."""
         sums, parameters = self.gradients(step)
+        return self.finish_step(sums, parameters, lr)
+
+    def finish_step(
+        self, sums: StepSums, parameters: list[LocalParameter], lr: float
+    ) -> StepResult:
+        """The optimizer's part of a step."""
         totals = self._total(sums, parameters)
         result = self._result(totals)
         if not result.skipped:
@@ -142,9 +148,7 @@ class Trainer:
     def gradients(self, step: int) -> tuple[StepSums, list[LocalParameter]]:
         """Forward and backward passes: gradients of the sum of the global batch's token losses."""
         self.recorder.ledger = self.ledger = Ledger()
-        micro_batches = self._read(step)
-        self._valid_tokens = sum(float(batch.valid.sum()) for batch in micro_batches)
-        sums = self.pipeline.run_step(micro_batches)
+        sums = self.pipeline.run_step(self._read(step))
         self.recorder.phase = "optimizer"
         parameters = [x for data in self.data.values() for x in data.finish()]
         return sums, parameters
@@ -155,9 +159,11 @@ class Trainer:
             step, place["dp"], layout.dp, layout.micro_batch, layout.accumulation
         )
         places = np.arange(layout.global_batch).reshape(-1, layout.dp, layout.micro_batch)
+        batches = [self.samples.read(row) for row in ids]
+        self._valid_tokens = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         return [
-            self._micro_batch(self.samples.read(row), place_in_batch, step)
-            for row, place_in_batch in zip(ids, places[:, place["dp"]], strict=True)
+            self._micro_batch(batch, place_in_batch, step)
+            for batch, place_in_batch in zip(batches, places[:, place["dp"]], strict=True)
         ]
 
     def _micro_batch(self, batch: Batch, places: np.ndarray, step: int) -> MicroBatch:
