@@ -90,7 +90,9 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        dx = sum(_grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
+        dx = _grouped_product(grads[0], weights[0], ctx.counts)
+        for g, w in zip(grads[1:], weights[1:], strict=True):
+            dx += _grouped_product(g, w, ctx.counts)
         returned = [
             _grouped_weight_gradient(p, g, x, w, ctx.counts)
             for p, g, w in zip(ctx.parameters, grads, weights, strict=True)

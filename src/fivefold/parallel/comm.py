@@ -245,7 +245,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
 def start_send(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the other rank of a two-rank channel."""
     axis.recorder.record(axis, "send", size_in_bytes(x))
-    if _is_echoed(x, axis):
+    if axis.recorder.dry:
         return Pending([], lambda: x)
     x = x.contiguous()
     work = dist.isend(x, axis.ranks[1 - axis.index], group=axis.group)
@@ -254,8 +254,9 @@ def start_send(x: Tensor, axis: Axis) -> Pending:
 
 def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
     """Receive a tensor of this shape (dtype and device of `like`) from a channel's other rank."""
-    if _is_echoed(like, axis):
-        return Pending([], lambda: like.new_zeros(*shape))
+    if axis.recorder.dry:
+        zeros = like.new_zeros(*shape)
+        return Pending([], lambda: zeros)
     out = like.new_empty(*shape)
     work = dist.irecv(out, axis.ranks[1 - axis.index], group=axis.group)
     return Pending([work], lambda: out)

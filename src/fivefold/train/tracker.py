@@ -81,6 +81,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # it comes back with the local tensors
+        func = IN_PLACE.get(func, func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self._see(out, func)
@@ -150,6 +151,14 @@ class Tracker(TorchDispatchMode):
         if self._rising:
             self._at_peak = dict(self._alive)
             self._rising = False
+
+
+IN_PLACE = {
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+"""What autograd's formulas for `index_select` and `topk` do to zeros that they have just made. They
+do it out of place while anybody watches."""
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, *_) -> int:
