@@ -76,8 +76,9 @@ def on_host(counts: Tensor, total: int) -> Tensor:
 class _GroupedLinears(torch.autograd.Function):
     """Rows of expert i times weight[i]^T, for several stacked weights that share the rows.
 
-    On GPUs one grouped matrix product a weight; on CPUs a product an expert, which measured
-    faster there and adds weight gradients without a temporary (docs/decisions.md).
+    On GPUs one grouped matrix product a weight (in bf16, which is what it takes); on CPUs a product
+    an expert, which measured faster there and adds weight gradients without a temporary
+    (docs/decisions.md).
     """
 
     @staticmethod
@@ -100,9 +101,13 @@ class _GroupedLinears(torch.autograd.Function):
         return (dx, None, *returned)
 
 
+def _is_one_product(x: Tensor) -> bool:
+    return x.device.type != "cpu" and x.dtype == torch.bfloat16
+
+
 def _grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
-    if x.device.type != "cpu":
+    if _is_one_product(x):
         return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
     out = x.new_empty(x.shape[0], weights.shape[2])
     for group, rows, part in zip(weights, x.split(counts), out.split(counts), strict=True):
@@ -118,7 +123,7 @@ def _grouped_weight_gradient(
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
     main_grad = getattr(p, "main_grad", None)
-    if x.device.type != "cpu":
+    if _is_one_product(x):
         total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
         if main_grad is None:
             return total

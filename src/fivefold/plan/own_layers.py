@@ -437,8 +437,8 @@ class _Backward:
         expert = name.startswith("experts.")
         sharded = s.sharded(expert)
         size = s.element * s.weight(name)
-        # fp32 products of dense weights are added without a temporary.
-        t.pass_by(size * np.where(sharded > 0, 1.0, s.short or expert))
+        # Products in fp32 are added without a temporary.
+        t.pass_by(size * np.where(sharded > 0, 1.0, s.short))
         t.take(weights=size * sharded)
 
     def closing(self, weight: str, operand: str, size: Numbers, result: str) -> None:

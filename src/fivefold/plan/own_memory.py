@@ -346,7 +346,10 @@ class _Ranks:
             there = here & (place.exists > 0)
             units, passes = place.dense + place.experts, place.passes
             gathered = units.gathered * self.gathers
-            flat = units.gathered * gathers
+            # What is gathered last leaves its message behind, until the next one has come.
+            flat = gathers * np.where(
+                place.experts.gathered > 0, place.experts.gathered, place.dense.gathered
+            )
             kept = alive + s.hidden
             copying = _add(state, weights=gathered, activations=kept, temporary=before + flat)
             worst.offer(there, copying)
@@ -372,14 +375,18 @@ class _Ranks:
         head, lookup = self.head_unit(chunk), self.lookup_unit(chunk)
         state["weights"] = state["weights"] + head.gathered * self.gathers
         alive = self.kept(chunk) - s.hidden * (1 - last)
+        places = self.chunks[chunk]
         there = here & (last > 0)
-        worst.offer(there, _add(state, activations=alive, temporary=s.short * self.logits))
+        ahead = places[-1].dense + places[-1].experts  # the last layer's weights are on their way
+        ahead = ahead.gathered * self.gathers
+        loss = s.short * self.logits + ahead
+        worst.offer(there, _add(state, activations=alive, temporary=loss))
         # The head's product: the logits' gradient, and those of its input and its matrix.
         alive = alive - last * self.head_kept
         matrix = element * self.columns * self.job.config.hidden_size
         sharded = head.gathered > 0
         product = self.logits + 2 * s.sp * s.wide + s.hidden
-        product = product + matrix * np.where(sharded, 1.0, s.short)
+        product = product + matrix * np.where(sharded, 1.0, s.short) + ahead
         norm = 2 * s.hidden + FP32 * s.held
         worst.offer(there, _add(state, activations=alive + norm, temporary=product))
         whole_gradients = matrix * sharded * last
@@ -393,7 +400,6 @@ class _Ranks:
         )
         on_the_way: Numbers = 0.0
         given = 1 - last  # is the gradient of a layer's output the stage's?
-        places = self.chunks[chunk]
         for number in reversed(range(len(places))):
             place = places[number]
             there = here & (place.exists > 0)
@@ -430,6 +436,11 @@ class _Ranks:
             # The layer is through: its gradients are reduced, or added up in fp32.
             short = passes.gradients
             added = 0.0 if accumulated else units.gradients - short * 2 / 3
+            if accumulated and moment.last:
+                short = short * self.reduces  # they have joined the others
+            if moment.last:
+                resharded = place.exists * units.gathered * ~self.gathers
+                state["weights"] = state["weights"] - resharded
             reducing = np.where(reduces, units.padded, added)
             worst.offer(
                 there,
