@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.layout.many import Layouts
+from fivefold.layout.notation import SCHEDULES
 from fivefold.layout.stages import chunk_stage, chunks_a_rank
 from fivefold.model.config import LayerKind
 from fivefold.model.weights import (
@@ -23,21 +24,19 @@ from fivefold.model.weights import (
     head_weights,
     layer_weights,
 )
-from fivefold.parallel.data.memory import MOMENTS_BYTES, after_step
+from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.pipeline.schedules import build, messages
 from fivefold.parallel.work import FP32, Work, layer_range, shard_degree
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers
 from fivefold.plan.own_layers import INT64, Passes, Sizes, layer_passes
+from fivefold.plan.pipeline import in_flight
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
 def own_memory(job: Job, layouts: Layouts, rank: Numbers, work: Work) -> dict[str, Numbers]:
-    """Bytes by kind (`KINDS`) at the peak of pipeline rank `rank` of each layout, arrays [n].
-
-    Raises KeyError for schedules that cannot be run.
-    """
+    """Bytes by kind (`KINDS`) at the peak of pipeline rank `rank` of each layout, arrays [n]."""
     ranks = _Ranks(job, layouts, np.broadcast_to(rank, len(layouts)), work)
     worst = _Worst(len(layouts))
     schedules, schedule = np.unique(layouts.schedule, return_inverse=True)
@@ -69,6 +68,8 @@ class Moment:
 @lru_cache(maxsize=4096)
 def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """The moments of one step, but for those that another one surpasses."""
+    if schedule not in SCHEDULES:
+        return _moments_of_planned(schedule, pp, vpp, micro_batches, rank)
     if schedule == "1f1b":  # after its warm-up it goes round in the same circle
         circle = pp - rank + 2 if vpp == 1 else 4 * pp
         micro_batches = min(micro_batches, circle)
@@ -96,6 +97,20 @@ def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> 
         if step.sends is not None:
             leaving = int(not forward)  # what a forward pass sends is its output, which stays
     return tuple(each for each in found if not any(_surpasses(other, each) for other in found))
+
+
+def _moments_of_planned(
+    schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
+) -> tuple[Moment, ...]:
+    """Of a schedule that has no table: its chunks hold alike much, as `in_flight` says."""
+    chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
+    held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
+    each = (max(1, -(-held // chunks)),) * chunks
+    return tuple(
+        Moment(forward, chunk, each, (True,) * chunks, False, 1)
+        for forward in (True, False)
+        for chunk in range(chunks)
+    )
 
 
 def _surpasses(other: Moment, each: Moment) -> bool:
@@ -456,7 +471,9 @@ class _Ranks:
             elif moment.last:
                 change = np.where(self.reduces, 0.0, units.shard - units.gradients)
                 state["gradients"] = state["gradients"] + place.exists * change
-            on_the_way = np.where(place.exists > 0, np.where(reduces, units.padded, 0.0), on_the_way)
+            on_the_way = np.where(
+                place.exists > 0, np.where(reduces, units.padded, 0.0), on_the_way
+            )
             given = np.where(place.exists > 0, 0.0, given)
         self._look_up(
             here, worst, state, alive, on_the_way, whole_gradients, reduces, accumulated, chunk
