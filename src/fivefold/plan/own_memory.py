@@ -7,16 +7,17 @@ says, and its weights and gradients come and go as the ZeRO stage says (`paralle
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import SCHEDULES
 from fivefold.layout.stages import chunk_stage, chunks_a_rank
-from fivefold.model.config import LayerKind
+from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.weights import (
     Weight,
     embedding_weight,
@@ -37,17 +38,47 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 def own_memory(job: Job, layouts: Layouts, rank: Numbers, work: Work) -> dict[str, Numbers]:
     """Bytes by kind (`KINDS`) at the peak of pipeline rank `rank` of each layout, arrays [n]."""
-    ranks = _Ranks(job, layouts, np.broadcast_to(rank, len(layouts)), work)
-    worst = _Worst(len(layouts))
+    kinds = {kind: np.zeros(len(layouts)) for kind in KINDS}
+    ranks = np.broadcast_to(rank, len(layouts))
+    for row, members in _alike(layouts, ranks).items():
+        part = layouts.take(members)
+        those = _Ranks(
+            job, part, ranks[members], replace(work, layout=part, **_taken(work, members))
+        )
+        worst = _Worst(len(members))
+        for moment in row:
+            those.pass_through(moment, worst)
+        those.step(worst)
+        for kind, size in worst.kinds.items():
+            kinds[kind][members] = size
+    return kinds
+
+
+def _alike(layouts: Layouts, rank: NDArray[Any]) -> dict[tuple[Moment, ...], NDArray[Any]]:
+    """The layouts that go through the same moments, by these."""
     schedules, schedule = np.unique(layouts.schedule, return_inverse=True)
-    columns = (schedule, layouts.pp, layouts.vpp, layouts.accumulation, ranks.rank)
+    columns = (schedule, layouts.pp, layouts.vpp, layouts.accumulation, rank)
     rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    for number, (name, *numbers) in enumerate(rows.tolist()):
-        here = row.reshape(-1) == number
-        for moment in moments(str(schedules[name]), *numbers):
-            ranks.pass_through(moment, here, worst)
-        ranks.step(here, worst)
-    return worst.kinds
+    numbers: dict[tuple[Moment, ...], list[int]] = {}
+    for number, (name, *degrees) in enumerate(rows.tolist()):
+        numbers.setdefault(moments(str(schedules[name]), *degrees), []).append(number)
+    return {key: np.flatnonzero(np.isin(row.reshape(-1), of)) for key, of in numbers.items()}
+
+
+def _taken(work: Work, members: NDArray[Any]) -> dict[str, Any]:
+    """The counts of some of the layouts."""
+
+    def take(count: Any) -> Any:
+        return count[members] if np.ndim(count) else count
+
+    return {
+        "layers": tuple((kind, take(count)) for kind, count in work.layers),
+        "recomputed": tuple(take(count) for count in work.recomputed),
+        **{name: take(getattr(work, name)) for name in COUNTS},
+    }
+
+
+COUNTS = ("chunks", "sends_on", "sends_back", "first", "last")
 
 
 # Moments of a schedule
@@ -114,15 +145,14 @@ def _moments_of_planned(
 
 
 def _surpasses(other: Moment, each: Moment) -> bool:
-    more = (*other.in_flight, other.messages), (*each.in_flight, each.messages)
+    """Is there at least as much in flight, accumulated and on its way at the other one?"""
+    same = ("forward", "chunk", "last")
+    more = ((*moment.in_flight, *moment.accumulated, moment.messages) for moment in (other, each))
     return (
         other != each
-        and all(getattr(other, name) == getattr(each, name) for name in _SAME)
+        and all(getattr(other, name) == getattr(each, name) for name in same)
         and all(a >= b for a, b in zip(*more, strict=True))
     )
-
-
-_SAME = ("forward", "chunk", "accumulated", "last")
 
 
 # Bytes at a moment
@@ -136,11 +166,12 @@ class _Worst:
         self._total = np.zeros(count)
 
     def offer(self, here: Numbers, kinds: dict[str, Numbers]) -> None:
-        total = np.broadcast_to(sum(kinds.values()), self._total.shape)
+        total = sum(kinds.values())
         higher = here & (total > self._total)
-        self._total[higher] = total[higher]
-        for kind, size in kinds.items():
-            self.kinds[kind][higher] = np.broadcast_to(size, higher.shape)[higher]
+        if np.any(higher):
+            self._total = np.where(higher, total, self._total)
+            for kind, size in kinds.items():
+                self.kinds[kind] = np.where(higher, size, self.kinds[kind])
 
 
 @dataclass(frozen=True)
@@ -164,17 +195,21 @@ NO_UNIT = _Unit(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The layers at one place of a chunk, from its first."""
+class _Run:
+    """Layers of a chunk that are alike and follow each other."""
 
-    exists: Numbers  # has the chunk as many layers?
+    count: Numbers
     passes: Passes
     dense: _Unit
     experts: _Unit
 
+    @cached_property
+    def units(self) -> _Unit:
+        return self.dense + self.experts
+
 
 class _Ranks:
-    """One pipeline rank of each of n layouts."""
+    """One pipeline rank of each of n layouts, which go through the same moments."""
 
     def __init__(self, job: Job, layouts: Layouts, rank: Numbers, work: Work) -> None:
         self.job, self.layouts, self.rank, self.work = job, layouts, rank, work
@@ -182,43 +217,41 @@ class _Ranks:
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
         self.chunks = [
-            self._places(chunk) for chunk in range(int(chunks_a_rank(layouts).max(initial=1)))
+            self._runs(chunk) for chunk in range(int(chunks_a_rank(layouts).max(initial=1)))
         ]
+        self.wholes = [self.whole(chunk) for chunk in range(len(self.chunks))]
+        self.keeps = [self.kept(chunk) for chunk in range(len(self.chunks))]
 
     # What there is
 
-    def _places(self, chunk: int) -> list[_Place]:
+    def _runs(self, chunk: int) -> list[_Run]:
         config, layouts = self.job.config, self.layouts
-        stage = np.minimum(self.stage(chunk), layouts.stages - 1)
-        begin, end = layer_range(config, layouts, stage)
-        is_moe = np.array([kind.moe for kind in config.layer_kinds])
-        places = []
-        for place in range(int((end - begin).max(initial=0))):
-            moe = is_moe[np.minimum(begin + place, config.num_layers - 1)]
-            spared = (layouts.recompute_layers > 0) & (place >= layouts.recompute_layers)
-            mode = np.where((layouts.recompute == "full") & spared, "none", layouts.recompute)
-            passes, dense, experts = self._alike(moe, mode)
-            places.append(_Place((begin + place < end) * 1.0, passes, dense, experts))
-        return places
+        begin, end = layer_range(config, layouts, np.minimum(self.stage(chunk), layouts.stages - 1))
+        again = np.where(layouts.recompute_layers > 0, begin + layouts.recompute_layers, end)
+        again = np.where(layouts.recompute == "full", np.minimum(again, end), begin)
+        runs = []
+        for kind, start, stop in _segments(config):
+            parts = (begin, again, True), (again, end, False)
+            for first, last, recomputed in parts:
+                count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
+                if np.any(count):
+                    runs.append(_Run(count, self._passes(kind, recomputed), *self._units(kind)))
+        return runs
 
-    def _alike(self, moe: Numbers, mode: Numbers) -> tuple[Passes, _Unit, _Unit]:
-        """Of a layer that is a mixture or not, and recomputed so or so."""
-        code = moe.tobytes() + mode.tobytes()
-        if code not in self._known:
-            passes = dense = experts = None
-            for is_moe in np.unique(moe):
-                kind = LayerKind(bool(is_moe))
-                units = self._units(kind)
-                dense = _choose(moe == is_moe, units[0], dense)
-                experts = _choose(moe == is_moe, units[1], experts)
-                for name in np.unique(mode):
-                    here = (moe == is_moe) & (mode == name)
-                    passes = _choose(here, layer_passes(self.sizes, kind, str(name)), passes)
-            self._known[code] = passes, dense, experts
-        return self._known[code]
+    def _passes(self, kind: LayerKind, recomputed: bool) -> Passes:
+        if (kind, recomputed) not in self._known:
+            if recomputed:
+                passes = layer_passes(self.sizes, kind, "full")
+            else:
+                passes = layer_passes(self.sizes, kind, "none")
+                selective = self.layouts.recompute == "selective"
+                if np.any(selective):
+                    passes = _choose(selective, layer_passes(self.sizes, kind, "selective"), passes)
+            self._known[kind, recomputed] = passes
+        return self._known[kind, recomputed]
 
     @cached_property
-    def _known(self) -> dict[bytes, Any]:
+    def _known(self) -> dict[tuple[LayerKind, bool], Passes]:
         return {}
 
     def _units(self, kind: LayerKind) -> tuple[_Unit, _Unit]:
@@ -268,8 +301,8 @@ class _Ranks:
 
     def whole(self, chunk: int) -> _Unit:
         total = self.root(chunk)
-        for place in self.chunks[chunk]:
-            total += (place.dense + place.experts).times(place.exists)
+        for run in self.chunks[chunk]:
+            total += run.units.times(run.count)
         return total
 
     # What one micro-batch leaves
@@ -278,7 +311,7 @@ class _Ranks:
         """Between its passes through a chunk."""
         total = self.first(chunk) * self.lookup_kept
         total = total + np.where(self.last(chunk), self.head_kept, self.sizes.hidden)
-        return total + sum(place.exists * place.passes.kept for place in self.chunks[chunk])
+        return total + sum(run.count * run.passes.kept for run in self.chunks[chunk])
 
     @property
     def lookup_kept(self) -> Numbers:
@@ -317,7 +350,7 @@ class _Ranks:
     def base(self) -> dict[str, Numbers]:
         """Weights, gradients and moments, but for the gradients of weights that ZeRO shards."""
         state = after_step(self.work)
-        sharded = sum(self.whole(chunk).shard for chunk in range(len(self.chunks)))
+        sharded = sum(unit.shard for unit in self.wholes)
         return {
             "weights": state.weights,
             "gradients": state.gradients - sharded,
@@ -328,7 +361,7 @@ class _Ranks:
         """As a pass begins, with what ZeRO has gathered and accumulated in all chunks."""
         state = dict(self.base)
         for chunk, held in enumerate(moment.in_flight):
-            unit, accumulated = self.whole(chunk), moment.accumulated[chunk]
+            unit, accumulated = self.wholes[chunk], moment.accumulated[chunk]
             if held:
                 state["weights"] = state["weights"] + unit.gathered * ~self.gathers
             if accumulated:
@@ -336,170 +369,51 @@ class _Ranks:
                 state["gradients"] = state["gradients"] + whole
         resident = self.inputs + self.sizes.hidden * moment.messages
         for chunk, held in enumerate(moment.in_flight):
-            resident = resident + (held - (chunk == moment.chunk)) * self.kept(chunk)
+            resident = resident + (held - (chunk == moment.chunk)) * self.keeps[chunk]
         return {**state, "activations": resident, "temporary": 0.0}
 
-    def pass_through(self, moment: Moment, here: Numbers, worst: _Worst) -> None:
+    def pass_through(self, moment: Moment, worst: _Worst) -> None:
         if moment.forward:
-            self._forward(moment, here, worst)
+            self._forward(moment, worst)
         else:
-            self._backward(moment, here, worst)
+            _BackwardPass(self, moment, worst).run()
 
-    def _forward(self, moment: Moment, here: Numbers, worst: _Worst) -> None:
+    def _forward(self, moment: Moment, worst: _Worst) -> None:
         s, chunk = self.sizes, moment.chunk
         state = self.between(moment)
         root, first, last = self.root(chunk), self.first(chunk), self.last(chunk)
         # Weights are gathered for each forward pass, or for the first one of a step.
         starts = moment.in_flight[chunk] == 1 and not moment.accumulated[chunk]
-        gathers = self.gathers | bool(starts)
+        gathers = self.gathers | starts
         state["weights"] = state["weights"] + root.gathered * self.gathers
         alive = first * self.lookup_kept
-        before = root.gathered * gathers  # what the last gather left behind
-        lookup = alive + first * (s.wide + s.sp * s.hidden)
-        worst.offer(here, _add(state, activations=alive, temporary=lookup - alive + before))
-        for place in self.chunks[chunk]:
-            there = here & (place.exists > 0)
-            units, passes = place.dense + place.experts, place.passes
-            gathered = units.gathered * self.gathers
+        behind = root.gathered * gathers  # what the last gather left behind
+        lookup = first * (s.wide + s.sp * s.hidden)
+        worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
+        for run in self.chunks[chunk]:
+            there, passes = run.count > 0, run.passes
+            gathered = run.units.gathered * self.gathers
             # What is gathered last leaves its message behind, until the next one has come.
             flat = gathers * np.where(
-                place.experts.gathered > 0, place.experts.gathered, place.dense.gathered
+                run.experts.gathered > 0, run.experts.gathered, run.dense.gathered
             )
-            kept = alive + s.hidden
-            copying = _add(state, weights=gathered, activations=kept, temporary=before + flat)
-            worst.offer(there, copying)
-            work = alive + passes.forward - kept
-            worst.offer(
-                there, _add(state, weights=gathered, activations=kept, temporary=flat + work)
-            )
-            alive = alive + place.exists * passes.kept
-            before = np.where(place.exists > 0, flat, before)
-        loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + before
-        there = here & (last > 0)
-        worst.offer(there, _add(state, activations=alive + self.head_kept, temporary=loss))
+            # In the last of these layers.
+            kept = alive + (run.count - 1) * passes.kept + s.hidden
+            copying = flat + np.where(run.count > 1, flat, behind)
+            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=copying))
+            working = flat + passes.forward - s.hidden
+            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=working))
+            alive = alive + run.count * passes.kept
+            behind = np.where(there, flat, behind)
+        loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
+        worst.offer(last > 0, _add(state, activations=alive + self.head_kept, temporary=loss))
 
-    def _backward(self, moment: Moment, here: Numbers, worst: _Worst) -> None:
-        s, chunk, element = self.sizes, moment.chunk, self.sizes.element
-        state = self.between(moment)
-        first, last = self.first(chunk), self.last(chunk)
-        reduces = self.reduces | moment.last
-        accumulated = moment.accumulated[chunk]
-        # The stage's output and its gradient stay as long as the pass.
-        ends = 2 * s.hidden * (1 - last)
-        state["activations"] = state["activations"] + ends
-        head, lookup = self.head_unit(chunk), self.lookup_unit(chunk)
-        state["weights"] = state["weights"] + head.gathered * self.gathers
-        alive = self.kept(chunk) - s.hidden * (1 - last)
-        places = self.chunks[chunk]
-        there = here & (last > 0)
-        ahead = places[-1].dense + places[-1].experts  # the last layer's weights are on their way
-        ahead = ahead.gathered * self.gathers
-        loss = s.short * self.logits + ahead
-        worst.offer(there, _add(state, activations=alive, temporary=loss))
-        # The head's product: the logits' gradient, and those of its input and its matrix.
-        alive = alive - last * self.head_kept
-        matrix = element * self.columns * self.job.config.hidden_size
-        sharded = head.gathered > 0
-        product = self.logits + 2 * s.sp * s.wide + s.hidden
-        product = product + matrix * np.where(sharded, 1.0, s.short) + ahead
-        norm = 2 * s.hidden + FP32 * s.held
-        worst.offer(there, _add(state, activations=alive + norm, temporary=product))
-        whole_gradients = matrix * sharded * last
-        worst.offer(
-            there,
-            _add(
-                state,
-                activations=alive + norm - s.hidden,
-                temporary=s.hidden + (3 + s.short) * s.fp32(s.hidden) + whole_gradients,
-            ),
-        )
-        on_the_way: Numbers = 0.0
-        given = 1 - last  # is the gradient of a layer's output the stage's?
-        for number in reversed(range(len(places))):
-            place = places[number]
-            there = here & (place.exists > 0)
-            units, passes = place.dense + place.experts, place.passes
-            gathered = units.gathered * self.gathers
-            following = places[number - 1].dense + places[number - 1].experts
-            prefetched = following.gathered * self.gathers if number else 0.0
-            alive = alive - place.exists * passes.kept
-            there_now = _add(state, weights=gathered)
-            gradient = s.hidden * (1 - given)
-            if number + 1 == len(places) or np.any(given):
-                copying = np.where(given > 0, gathered, 0.0)
-                worst.offer(
-                    there,
-                    _add(
-                        there_now,
-                        activations=alive + passes.kept,
-                        temporary=copying + whole_gradients + on_the_way,
-                    ),
-                )
-            worst.offer(
-                there,
-                _add(
-                    there_now,
-                    activations=alive + passes.old,
-                    temporary=passes.backward
-                    - passes.old
-                    - s.hidden * given
-                    + prefetched
-                    + on_the_way
-                    + whole_gradients,
-                ),
-            )
-            # The layer is through: its gradients are reduced, or added up in fp32.
-            short = passes.gradients
-            added = 0.0 if accumulated else units.gradients - short * 2 / 3
-            if accumulated and moment.last:
-                short = short * self.reduces  # they have joined the others
-            if moment.last:
-                resharded = place.exists * units.gathered * ~self.gathers
-                state["weights"] = state["weights"] - resharded
-            reducing = np.where(reduces, units.padded, added)
-            worst.offer(
-                there,
-                _add(
-                    state,
-                    activations=alive,
-                    temporary=s.hidden + short + reducing + prefetched + whole_gradients,
-                ),
-            )
-            result = np.where(reduces, units.shard, units.gradients)
-            if not accumulated:
-                state["gradients"] = state["gradients"] + place.exists * result
-            elif moment.last:
-                change = np.where(self.reduces, 0.0, units.shard - units.gradients)
-                state["gradients"] = state["gradients"] + place.exists * change
-            on_the_way = np.where(
-                place.exists > 0, np.where(reduces, units.padded, 0.0), on_the_way
-            )
-            given = np.where(place.exists > 0, 0.0, given)
-        self._look_up(
-            here, worst, state, alive, on_the_way, whole_gradients, reduces, accumulated, chunk
-        )
-
-    def _look_up(
-        self, here, worst, state, alive, on_the_way, whole_gradients, reduces, accumulated, chunk
-    ) -> None:
-        s, first, root = self.sizes, self.first(chunk), self.root(chunk)
-        lookup = self.lookup_unit(chunk)
-        sharded = lookup.gathered > 0
-        matrix = s.element * self.columns * self.job.config.hidden_size * sharded * first
-        rows = s.hidden + s.wide * s.sp + s.wide * (self.layouts.tp > 1)
-        rows = rows + s.fp32(s.wide) * s.short * ~sharded
-        temporary = rows + matrix + on_the_way + whole_gradients
-        worst.offer(here & (first > 0), _add(state, activations=alive, temporary=temporary))
-        reducing = np.where(reduces, root.padded, 0.0 if accumulated else root.gradients)
-        both = matrix + whole_gradients
-        worst.offer(here, _add(state, activations=alive, temporary=both + reducing))
-
-    def step(self, here: Numbers, worst: _Worst) -> None:
+    def step(self, worst: _Worst) -> None:
         """The optimizer's: gradients that ranks share are summed in one message each."""
         state = after_step(self.work)
         hidden = self.job.config.hidden_size
         tied = FP32 * self.columns * hidden * self.work.sums_embedding
-        sharded = sum(self.whole(chunk).shard for chunk in range(len(self.chunks)))
+        sharded = sum(unit.shard for unit in self.wholes)
         copies = sharded * (self.layouts.dp_replicate > 1)
         kinds = {
             "weights": state.weights,
@@ -508,7 +422,139 @@ class _Ranks:
             "activations": self.inputs,
             "temporary": np.maximum(tied, copies),
         }
-        worst.offer(here, kinds)
+        worst.offer(True, kinds)
+
+
+class _BackwardPass:
+    """One backward pass of a chunk, from the loss or the next stage to the embedding."""
+
+    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
+        self.ranks, self.moment, self.worst = ranks, moment, worst
+        self.s, self.chunk = ranks.sizes, moment.chunk
+        self.state = ranks.between(moment)
+        self.runs = ranks.chunks[self.chunk]
+        self.last, self.first = ranks.last(self.chunk), ranks.first(self.chunk)
+        self.accumulated = moment.accumulated[self.chunk]
+        self.reduces = ranks.reduces | moment.last
+        self.matrix = self.s.element * ranks.columns * ranks.job.config.hidden_size
+        self.alive = ranks.keeps[self.chunk] - self.s.hidden * (1 - self.last)
+        # Of sharded weights outside the layers, until the pass is over.
+        self.outside: Numbers = 0.0
+        self.on_the_way: Numbers = 0.0  # gradients that were reduced last
+
+    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers, **more) -> None:
+        temporary = temporary + self.outside
+        kinds = _add(self.state, activations=activations, temporary=temporary, **more)
+        self.worst.offer(here, kinds)
+
+    def run(self) -> None:
+        s, ranks = self.s, self.ranks
+        # The stage's output and its gradient stay as long as the pass.
+        ends = 2 * s.hidden * (1 - self.last)
+        self.state = _add(
+            self.state,
+            activations=ends,
+            weights=ranks.head_unit(self.chunk).gathered * ranks.gathers,
+        )
+        self.head()
+        given = 1 - self.last  # is the gradient of a layer's output the stage's?
+        for number in reversed(range(len(self.runs))):
+            before = self.prefetched(number - 1)
+            self.layers(self.runs[number], given, before)
+            given = given * (self.runs[number].count == 0)
+        self.lookup()
+
+    def prefetched(self, number: int) -> Numbers:
+        """Weights that are on their way beside the run that follows run `number`."""
+        ahead: Numbers = 0.0
+        for run in self.runs[: number + 1]:
+            ahead = np.where(run.count > 0, run.units.gathered, ahead)
+        return ahead * self.ranks.gathers
+
+    def head(self) -> None:
+        """The loss, the head's product with the gradients of logits, input and matrix, the norm."""
+        s, ranks, here = self.s, self.ranks, self.last > 0
+        ahead = self.prefetched(len(self.runs) - 1)
+        self.offer(here, self.alive, s.short * ranks.logits + ahead)
+        self.alive = self.alive - self.last * ranks.head_kept
+        sharded = ranks.head_unit(self.chunk).gathered > 0
+        product = ranks.logits + 2 * s.sp * s.wide + s.hidden + ahead
+        product = product + self.matrix * np.where(sharded, 1.0, s.short)
+        self.offer(here, self.alive + 2 * s.hidden + FP32 * s.held, product)
+        self.outside = self.matrix * sharded * self.last
+        norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
+        self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
+
+    def layers(self, run: _Run, given: Numbers, before: Numbers) -> None:
+        """From the last to the first: of those that are alike the last two and the first."""
+        ranks, through = self.ranks, np.zeros_like(run.count)
+        own = run.units.gathered * ranks.gathers
+        for number in (0, 1, 2):
+            target = np.where(number < 2, number, run.count - 1)
+            here = (target < run.count) & ((number < 2) | (run.count > 2))
+            self.go_through(run, np.where(here, target - through, 0))
+            through = np.where(here, target, through)
+            ahead = np.where(target < run.count - 1, own, before)
+            self.layer(run, here, given if number == 0 else 0.0 * given, ahead)
+            self.go_through(run, here * 1)
+            through = through + here
+
+    def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
+        s, ranks, units, passes = self.s, self.ranks, run.units, run.passes
+        gathered = units.gathered * ranks.gathers
+        below = self.alive - passes.kept
+        # Its weights come where they were not on their way already.
+        arriving = gathered * (given > 0) + self.on_the_way
+        self.offer(here, self.alive, arriving, weights=gathered)
+        working = passes.backward - passes.old - s.hidden * given + ahead + self.on_the_way
+        self.offer(here, below + passes.old, working, weights=gathered)
+        # It is through: its gradients are reduced, or added up in fp32 one by one.
+        short = passes.gradients
+        adding = 0.0 if self.accumulated else units.gradients - short * 2 / 3
+        if self.accumulated and self.moment.last:
+            short = short * ranks.reduces  # they have joined the others
+        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        reducing = short + np.where(self.reduces, units.padded, adding) + ahead
+        self.offer(here, below, s.hidden + reducing, weights=gone)
+
+    def go_through(self, run: _Run, count: Numbers) -> None:
+        """The state after so many layers of a run."""
+        ranks, units = self.ranks, run.units
+        self.alive = self.alive - count * run.passes.kept
+        if not self.accumulated:
+            gradients = np.where(self.reduces, units.shard, units.gradients)
+        elif self.moment.last:
+            gradients = np.where(ranks.reduces, 0.0, units.shard - units.gradients)
+        else:
+            gradients = 0.0
+        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        self.state = _add(self.state, gradients=count * gradients, weights=count * gone)
+        reduced = np.where(self.reduces, units.padded, 0.0)
+        self.on_the_way = np.where(count > 0, reduced, self.on_the_way)
+
+    def lookup(self) -> None:
+        """The embedding's rows; then what is outside the layers is reduced."""
+        s, ranks, root = self.s, self.ranks, self.ranks.root(self.chunk)
+        sharded = ranks.lookup_unit(self.chunk).gathered > 0
+        rows = s.hidden + s.wide * s.sp + s.wide * (ranks.layouts.tp > 1)
+        rows = rows + s.fp32(s.wide) * s.short * ~sharded
+        matrix = self.matrix * sharded * self.first
+        self.offer(self.first > 0, self.alive, rows + matrix + self.on_the_way)
+        adding = 0.0 if self.accumulated else root.gradients
+        self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
+
+
+@lru_cache(maxsize=64)
+def _segments(config: ModelConfig) -> list[tuple[LayerKind, int, int]]:
+    """Layers that follow each other and are of one kind: the first of them, and after the last."""
+    segments: list[tuple[LayerKind, int, int]] = []
+    for layer in range(config.num_layers):
+        kind = LayerKind(config.is_moe(layer))
+        if segments and segments[-1][0] == kind:
+            segments[-1] = (kind, segments[-1][1], layer + 1)
+        else:
+            segments.append((kind, layer, layer + 1))
+    return segments
 
 
 def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
