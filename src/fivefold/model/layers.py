@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from fivefold.model.config import ModelConfig
 from fivefold.model.linear import Entry, closing_linear, linears, unchanged
-from fivefold.model.parameters import compute_value, differentiable, hand_over, weight_gradients
+from fivefold.model.parameters import (
+    compute_value,
+    differentiable,
+    hand_over,
+    local_tensor,
+    weight_gradients,
+)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -98,6 +104,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     if q.device.type == "cpu":  # bf16 attention is far slower than fp32 on CPUs
         q, k, v = q.float(), k.float(), v.float()
     heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    if q.is_meta and mask is None:  # for which PyTorch would take its slowest kernel, not a GPU's
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, True)[0]
+        return out.permute(2, 0, 1, 3)
     out = F.scaled_dot_product_attention(
         *heads_first, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
@@ -171,17 +180,17 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of the embedding for those ids that this rank holds, zeros for the others."""
+    """Rows of the embedding for those ids that this rank holds, zeros for the others. Ids that are
+    elsewhere read the first row and add zeros to its gradient, so that no size depends on values
+    and no device is waited for. `held` is None where the rank holds all rows."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, p: Tensor, first_id: int, dtype: torch.dtype) -> Tensor:
+    def forward(ctx, ids: Tensor, held: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
         table = compute_value(p, dtype)
-        ids = ids - first_id
-        held = (ids >= 0) & (ids < table.shape[0])
         ctx.parameter, ctx.shape = p, table.shape
         ctx.save_for_backward(ids, held)
-        rows = F.embedding(ids.where(held, 0), table)
-        return rows if bool(held.all()) else rows * held.unsqueeze(-1)
+        rows = F.embedding(ids, table)
+        return rows if held is None else rows.mul_(held.unsqueeze(-1))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -191,7 +200,8 @@ class _Lookup(torch.autograd.Function):
         def of_rows() -> list[Tensor | None]:
             main_grad = getattr(p, "main_grad", None)
             total = main_grad if main_grad is not None else grad.new_zeros(shape)
-            total.index_add_(0, ids[held], grad[held].to(total.dtype))
+            rows = grad if held is None else grad * held.unsqueeze(-1)
+            total.index_add_(0, ids.flatten(), rows.flatten(0, 1).to(total.dtype))
             return [None if main_grad is not None else total]
 
         return None, weight_gradients([p], of_rows)[0], None, None
@@ -203,6 +213,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.vocab_size = vocab_size
         self.bias = None  # as a tied head it is read like a linear layer
         self.dtype = dtype
         self.first_id = 0
@@ -210,5 +221,10 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [sequence, batch] -> hidden states [sequence, batch, hidden]."""
+        rows, held = local_tensor(self.weight).shape[0], None
+        if rows < self.vocab_size:
+            ids = ids - self.first_id
+            held = (ids >= 0) & (ids < rows)
+            ids = ids.where(held, 0)
         p = differentiable(self.weight)
-        return self.leave(_Lookup.apply(ids, p, self.first_id, self.dtype))
+        return self.leave(_Lookup.apply(ids, held, p, self.dtype))

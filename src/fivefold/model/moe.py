@@ -61,17 +61,32 @@ class NoExchange:
 
     def arrive(self, travelling: tuple[Tensor, Tensor]) -> tuple[Tensor, list[int], None]:
         rows, counts = travelling
-        return rows, counts.tolist(), None
+        return rows, on_host(counts, rows.shape[0]).tolist(), None
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
         return rows
 
 
+def count(ids: Tensor, size: int) -> Tensor:
+    """How often each of the ids 0 to size - 1 occurs, int64 [size]. (bincount waits for the device
+    to tell it how long its result is.)"""
+    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def on_host(counts: Tensor, total: int) -> Tensor:
+    """Counts whose sum is `total` (of each row, if there are rows), on the host: what follows
+    depends on them. Where there is nothing but shapes, routing is taken to be even."""
+    if not counts.is_meta:
+        return counts.cpu()
+    ends = torch.arange(counts.shape[-1] + 1) * total // counts.shape[-1]
+    return ends.diff().expand(counts.shape)
+
+
 class _GroupedLinears(torch.autograd.Function):
     """Rows of expert i times weight[i]^T, for several stacked weights that share the rows.
 
-    On GPUs one grouped matrix product a weight, which takes bf16 only; on CPUs, and in fp32, a
-    product an expert, which measured faster on CPUs and adds weight gradients without a temporary
+    On GPUs one grouped matrix product a weight (in bf16, which is what it takes); on CPUs a product
+    an expert, which measured faster there and adds weight gradients without a temporary
     (docs/decisions.md).
     """
 
@@ -85,7 +100,9 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        dx = sum(grouped_product(g, w, ctx.counts) for g, w in zip(grads, weights, strict=True))
+        dx = grouped_product(grads[0], weights[0], ctx.counts)
+        for g, w in zip(grads[1:], weights[1:], strict=True):
+            dx += grouped_product(g, w, ctx.counts)
         parameters, counts, shapes = ctx.parameters, ctx.counts, [w.shape for w in weights]
 
         def of_weights() -> list[Tensor | None]:
@@ -97,14 +114,14 @@ class _GroupedLinears(torch.autograd.Function):
         return (dx, None, *weight_gradients(parameters, of_weights))
 
 
-def _in_one_kernel(x: Tensor) -> bool:
+def _is_one_product(x: Tensor) -> bool:
     """Whether `F.grouped_mm` takes the rows: on GPUs it expects bf16 (torch 2.13's reference)."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.device.type != "cpu" and x.dtype == torch.bfloat16
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """x [n, a] in groups of `counts` rows, weights [groups, a, b] -> [n, b]."""
-    if _in_one_kernel(x):
+    if _is_one_product(x):
         return F.grouped_mm(x, weights, offs=_group_ends(counts, x.device))
     out = x.new_empty(x.shape[0], weights.shape[2])
     for group, rows, part in zip(weights, x.split(counts), out.split(counts), strict=True):
@@ -120,7 +137,7 @@ def grouped_weight_gradient(
 ) -> Tensor | None:
     """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
     main_grad = getattr(p, "main_grad", None)
-    if _in_one_kernel(x):
+    if _is_one_product(x):
         total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
         if main_grad is None:
             return total
@@ -186,7 +203,7 @@ class MoE(nn.Module):
 
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.config.num_experts)
+        counts = count(flat, self.config.num_experts)
         rows = tokens.index_select(0, order // self.config.experts_per_token)
         travelling = self.exchange.dispatch(rows, counts)
         shared = self._shared(x)  # beside the rows' way
@@ -230,7 +247,7 @@ class MoE(nn.Module):
         with torch.no_grad():
             sequence = torch.arange(experts.shape[0], device=experts.device) % batch
             slot = (sequence.unsqueeze(-1) * num_experts + experts).flatten()
-            counts = slot.bincount(minlength=batch * num_experts).view(batch, num_experts)
+            counts = count(slot, batch * num_experts).view(batch, num_experts)
             counts = self.exchange.sum_over_sequence(counts.float())
             share = counts / (sequence_length * k)
         sums = probabilities.view(-1, batch, num_experts).sum(0)

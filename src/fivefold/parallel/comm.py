@@ -138,7 +138,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending([], lambda: x)
     message = axis.recorder.record(axis, "all_reduce", size_in_bytes(x))
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: x, message)
     if not _is_gloo(x):
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
@@ -173,7 +173,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
         out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     message = axis.recorder.record(axis, "all_gather", size_in_bytes(out))
     copies = out.view(axis.size, *x.shape)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         for copy in copies:  # one by one: FSDP2's x is a part of out
             copy.copy_(x)
         return Pending([], lambda: out, message)
@@ -201,7 +201,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     x = x.contiguous()
     slices = x.view(axis.size, *out.shape)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: out.copy_(slices[axis.index]), message)
     if not _is_gloo(x):
         work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
@@ -219,7 +219,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     message = axis.recorder.record(axis, "all_to_all", size_in_bytes(x))
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return x
     out = x.new_empty(x.shape)
     return Pending([_start_all_to_all(out, x.contiguous(), axis)], lambda: out, message).wait()
@@ -246,7 +246,7 @@ def start_all_to_all_rows(
     row_bytes = x[:1].numel() * x.element_size() if x.shape[0] else _row_bytes(x)
     message = axis.recorder.record(axis, "all_to_all", owned_rows * row_bytes)
     out = x.new_empty(sum(receive), *x.shape[1:])
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return out, Pending([], out.zero_, message)
     work = _start_all_to_all(out, x.contiguous(), axis, receive, send)
     return out, Pending([work], lambda: out, message)
@@ -258,7 +258,7 @@ def all_gather_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
         return x
     out = x.new_empty(sum(counts), *x.shape[1:])
     message = axis.recorder.record(axis, "all_gather", size_in_bytes(out), routed=True)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return out.zero_()
     leaving = _repeat(x, axis).flatten(0, 1)
     work = _start_all_to_all(out, leaving, axis, counts, [x.shape[0]] * axis.size)
@@ -271,7 +271,7 @@ def reduce_scatter_rows(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
         return x
     message = axis.recorder.record(axis, "reduce_scatter", size_in_bytes(x), routed=True)
     own = counts[axis.index]
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return x.split(list(counts))[axis.index].clone()
     received = x.new_empty(axis.size, own, *x.shape[1:])
     arriving = received.flatten(0, 1)
@@ -283,7 +283,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     """Send `x` to the next rank of the ring and receive the previous rank's."""
     message = axis.recorder.record(axis, "send", size_in_bytes(x))
     out = torch.empty_like(x)
-    if axis.recorder.dry:
+    if _is_echoed(x, axis):
         return Pending([], lambda: out.copy_(x), message)
     leaving, arriving = [0] * axis.size, [0] * axis.size
     leaving[(axis.index + 1) % axis.size] = arriving[(axis.index - 1) % axis.size] = x.numel()
@@ -305,7 +305,8 @@ def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
     """Receive a tensor of this shape (dtype and device of `like`) from a channel's other rank."""
     message = axis.recorder.record_receive(axis)
     if axis.recorder.dry:
-        return Pending([], lambda: like.new_zeros(*shape), message)
+        zeros = like.new_zeros(*shape)
+        return Pending([], lambda: zeros, message)
     out = like.new_empty(*shape)
     work = dist.irecv(out, axis.ranks[1 - axis.index], group=axis.group)
     return Pending([work], lambda: out, message)
@@ -313,6 +314,12 @@ def start_receive(shape: Sequence[int], like: Tensor, axis: Axis) -> Pending:
 
 def _is_gloo(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+def _is_echoed(x: Tensor, axis: Axis) -> bool:
+    """Does a dry run stand in for the peers? Tensors without values need nobody's: they go the
+    way of a GPU's, to a process group that does nothing."""
+    return axis.recorder.dry and not x.is_meta
 
 
 def _row_bytes(x: Tensor) -> int:

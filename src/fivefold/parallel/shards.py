@@ -51,14 +51,15 @@ def local_slice(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
 
 
 def materialise(stage: Stage, shards: Shards, seed: int, device: torch.device) -> None:
-    """Give the parameters of a stage that was built on the meta device their first values.
+    """Give the parameters of a stage that was built on the meta device their first values, or on
+    that device their local shapes alone.
 
     One parameter at a time exists whole, and only until this rank has taken its part.
     """
     for owner_name, owner in stage.named_modules():
         for short_name, p in list(owner.named_parameters(recurse=False)):
             name = f"{owner_name}.{short_name}"
-            whole = initial_value(name, tuple(p.shape), seed)
+            whole = p.detach() if device.type == "meta" else initial_value(name, p.shape, seed)
             owner.register_parameter(short_name, _place(name, whole, shards, device))
 
 

@@ -334,7 +334,7 @@ def role_rank(config: ModelConfig, layout: Degrees, role: str) -> Any:
     leading = next((i for i in range(config.num_layers) if config.is_moe(i)), 0)
     rank = np.minimum(1, layout.pp - 1)
     for _ in range(leading):  # a stage has a layer or more
-        begin, _ = _layer_range(config, layout, rank)
+        begin, _ = layer_range(config, layout, rank)
         rank = rank + ((begin < leading) & (rank < layout.pp - 2))
     return rank
 
@@ -354,7 +354,7 @@ def _chunk_counts(
     config: ModelConfig, layouts: Layouts, stage: NDArray[np.int64], mtp: bool
 ) -> dict[Any, Any]:
     """What virtual stage `stage` of each layout adds to the counts of its rank."""
-    begin, end = _layer_range(config, layouts, stage)
+    begin, end = layer_range(config, layouts, stage)
     first, last = stage == 0, stage == layouts.stages - 1
     layers, recomputed = _count_kinds(config, layouts, begin, end, last if mtp else None)
     sends_on, sends_back = _sends(layouts, stage)
@@ -368,7 +368,7 @@ def _chunk_counts(
     }
 
 
-def _layer_range(config: ModelConfig, layout: Degrees, stage: Any) -> tuple[Any, Any]:
+def layer_range(config: ModelConfig, layout: Degrees, stage: Any) -> tuple[Any, Any]:
     """The layers first to end - 1 of a virtual stage, elementwise."""
     if layout.layers is None:
         return split_layers_many(config.num_layers, layout.stages, stage)

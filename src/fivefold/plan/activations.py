@@ -14,12 +14,9 @@ import numpy as np
 
 from fivefold.layout.many import Layouts
 from fivefold.model.config import LayerKind, MoEConfig
-from fivefold.parallel.work import ELEMENT_BYTES, FP32
+from fivefold.parallel.work import FP32
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers, tokens
-
-HALF = ELEMENT_BYTES["bf16"]
-"""Bytes of an element of activations and gathered weights."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,12 @@ class LayerBytes:
 def layer_activations(job: Job, layouts: Layouts, kind: LayerKind) -> LayerBytes:
     """What one layer keeps of one micro-batch for its backward pass, and what that needs."""
     config, engine, tp = job.config, job.engine, layouts.tp
+    element = job.element_bytes
     t = tokens(job, layouts)
-    hidden = HALF * config.hidden_size * t / layouts.sp_degree
+    hidden = element * config.hidden_size * t / layouts.sp_degree
     # An input of products: quantized by some programs, as it was gathered by others.
     gathered = layouts.sp_degree if engine.keeps_gathered_inputs else 1
-    product_input = _input_bytes(job) / HALF * hidden * gathered
+    product_input = _input_bytes(job) / element * hidden * gathered
     kept = {"norm_input": hidden, "norm_output": product_input}
     light = {"norm_output"}  # cheap to compute again
     attention, scores, attention_backward = _attention(job, layouts, t)
@@ -55,7 +53,7 @@ def layer_activations(job: Job, layouts: Layouts, kind: LayerKind) -> LayerBytes
     if config.norms_per_layer > 2:
         kept["output_norm_inputs"] = 2 * hidden
     if config.dropout:
-        kept["dropout_masks"] = 2 * hidden / HALF
+        kept["dropout_masks"] = 2 * hidden / element
     if kind.moe:
         assert config.moe is not None
         mlp, mlp_backward = _experts(job, layouts, config.moe, t)
@@ -76,14 +74,14 @@ def layer_activations(job: Job, layouts: Layouts, kind: LayerKind) -> LayerBytes
         selective = whole - sum(kept[name] for name in light)
     else:
         selective = _every_second_product(config.gated_mlp, kept, hidden)
-    travelling = 2 * HALF * config.hidden_size * t * (layouts.sp_degree > 1)
+    travelling = 2 * element * config.hidden_size * t * (layouts.sp_degree > 1)
     backward = np.maximum(attention_backward, mlp_backward) + 2 * hidden + travelling
     return LayerBytes(kept, selective, hidden, backward)
 
 
 def _input_bytes(job: Job) -> float:
     """Bytes kept of an element of a product's input: 8-bit products keep the quantized one."""
-    return 1.0 if _quantized(job) else float(HALF)
+    return 1.0 if _quantized(job) else float(job.element_bytes)
 
 
 def _quantized(job: Job) -> bool:
@@ -94,14 +92,14 @@ def _attention(
     job: Job, layouts: Layouts, t: Numbers
 ) -> tuple[dict[str, Numbers], Numbers, Numbers]:
     """What it keeps, the part of it that are scores, and its backward pass's temporaries."""
-    config, tp = job.config, layouts.tp
+    config, tp, element = job.config, layouts.tp, job.element_bytes
     heads = config.num_heads / tp
     # Grouped heads: no rank has less than one, and Ulysses' exchange gives each of its ranks one.
     kv_heads = np.maximum(config.num_kv_heads / tp, layouts.ulysses)
-    query = HALF * t * heads * config.qk_head_dim
-    key = HALF * t * kv_heads * config.qk_head_dim
-    value = HALF * t * kv_heads * config.v_head_dim
-    output = HALF * t * heads * config.v_head_dim
+    query = element * t * heads * config.qk_head_dim
+    key = element * t * kv_heads * config.qk_head_dim
+    value = element * t * kv_heads * config.v_head_dim
+    output = element * t * heads * config.v_head_dim
     kept = {"query": query, "key": key, "value": value, "attention_output": output}
     if config.qk_norm:
         kept["qk_norm_inputs"] = query + key
@@ -120,7 +118,7 @@ def _attention(
         each = 5 if config.dropout else 2
         one = t * heads * job.sequence_length / layouts.ring
         kept["scores"] = scores = each * one
-        backward = backward + 2 * HALF * one
+        backward = backward + 2 * element * one
     return kept, scores, backward
 
 
@@ -129,17 +127,19 @@ def _latents(job: Job, layouts: Layouts, t: Numbers) -> Numbers:
     mla = job.config.mla
     assert mla is not None
     ranks = (mla.q_lora_rank or 0) + mla.kv_lora_rank
-    before = HALF * (ranks + mla.qk_rope_head_dim)
+    before = job.element_bytes * (ranks + mla.qk_rope_head_dim)
     return t * (before + _input_bytes(job) * ranks) / layouts.sp_degree
 
 
 def _mlp(job: Job, width: Numbers, name: str) -> tuple[dict[str, Numbers], Numbers]:
     """`width`: elements of the hidden layer of all tokens on this rank."""
     gated, fused = job.config.gated_mlp, job.engine.fused_kernels
-    first = HALF * width * (2 if gated else 1)
+    first = job.element_bytes * width * (2 if gated else 1)
     kept = {f"{name}_hidden": first, f"{name}_activation": _input_bytes(job) * width}
     if gated and not fused:
-        kept[f"{name}_gate_activation"] = HALF * width  # of the gate alone, for the product
+        kept[f"{name}_gate_activation"] = (
+            job.element_bytes * width
+        )  # of the gate alone, for the product
     return kept, first
 
 
@@ -155,12 +155,14 @@ def _experts(
     mlp, backward = _mlp(job, copies * moe.expert_intermediate_size / layouts.etp, "experts")
     kept |= mlp
     if not job.engine.fused_kernels:
-        kept["experts_output"] = HALF * config.hidden_size * copies  # weighted after the experts
+        kept["experts_output"] = (
+            job.element_bytes * config.hidden_size * copies
+        )  # weighted after the experts
     if moe.shared_intermediate_size:
         kept |= _mlp(job, t * moe.shared_intermediate_size / layouts.tp, "shared")[0]
     # Beside the hidden layer's gradient: that of the experts' output or input, and of the copies
     # that travel.
-    return kept, backward + 2 * HALF * config.hidden_size * copies
+    return kept, backward + 2 * job.element_bytes * config.hidden_size * copies
 
 
 def routed_copies(job: Job, layouts: Layouts) -> Numbers:

@@ -11,7 +11,8 @@ A pipeline rank's peak is the worst of three moments:
 allocator holds beside it (max_memory_reserved() shows both), and `reserve` is outside the
 allocator: the device context and communicators (nvidia-smi shows all three).
 
-What a layer keeps for its backward pass is in `activations`.
+What a layer keeps for its backward pass is in `activations`. What this program itself allocates is
+known exactly: `own_memory` has it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import numpy as np
 
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
-from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.model.config import TRAINED_FAMILIES, LayerKind, ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.weights import embedding_weight
 from fivefold.parallel.work import (
+    ELEMENT_BYTES,
     FP32,
     ROLES,
     Sizes,
@@ -40,9 +42,10 @@ from fivefold.parallel.work import (
     shard_degree,
     stage_work,
 )
-from fivefold.plan.activations import HALF, LayerBytes, layer_activations
+from fivefold.plan.activations import LayerBytes, layer_activations
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers, tokens
+from fivefold.plan.own_memory import own_memory
 from fivefold.plan.pipeline import in_flight
 
 KINDS = (
@@ -117,7 +120,9 @@ def estimate_memory(job: Job, layouts: Layouts) -> Memory:
     numbers = {role: role_rank(job.config, layouts, role) for role in ROLES}
     flat = job.engine.flat_shards
     works = {
-        role: stage_work(job.config, layouts, job.sequence_length, "bf16", role, job.mtp, flat)
+        role: stage_work(
+            job.config, layouts, job.sequence_length, job.activations, role, job.mtp, flat
+        )
         for role in ROLES
     }
     elements = _elements(works["first"], layouts)
@@ -137,7 +142,7 @@ def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
     """Bytes by kind of each pipeline rank of one layout, from rank 0 on; with its `layers` and the
     most micro-batches it holds activations of (`in_flight`, in those of all its layers)."""
     flat = job.engine.flat_shards
-    work = pipeline_work(job.config, layout, job.sequence_length, "bf16", job.mtp, flat)
+    work = pipeline_work(job.config, layout, job.sequence_length, job.activations, job.mtp, flat)
     layouts = work.layout
     assert isinstance(layouts, Layouts)
     elements = _elements(work, layouts)
@@ -160,13 +165,14 @@ def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
 
 def checkpoint_bytes(job: Job) -> int:
     """A full checkpoint: 16-bit weights and the optimizer's state, without gradients."""
-    return count_parameters(job.config, mtp=job.mtp).total * (HALF + job.engine.optimizer_bytes)
+    weights = job.element_bytes if job.precision != "fp32" else 0  # the optimizer's own, in fp32
+    return count_parameters(job.config, mtp=job.mtp).total * (weights + job.engine.optimizer_bytes)
 
 
 def loading_bytes(config: ModelConfig, ranks: int, file_bytes: float = 5e9) -> float:
     """Host memory of a node while its ranks read 16-bit weights, each one file at a time; never
     the whole model on every rank. Public checkpoints come in files of 5 GB."""
-    return ranks * min(file_bytes, HALF * count_parameters(config).total)
+    return ranks * min(file_bytes, ELEMENT_BYTES["bf16"] * count_parameters(config).total)
 
 
 def fewest_devices(
@@ -175,6 +181,11 @@ def fewest_devices(
     """Devices below which the state alone does not fit, however it is sharded."""
     total = count_parameters(config, mtp=mtp).total
     return math.ceil(total * bytes_per_parameter / device_bytes)
+
+
+def is_own(job: Job) -> bool:
+    """Is it this program that trains, and a model that it can train?"""
+    return job.engine.name == "fivefold" and job.config.family in TRAINED_FAMILIES
 
 
 # One pipeline rank
@@ -239,6 +250,16 @@ class _Rank:
     layer: Callable[[LayerKind], LayerBytes]
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
+        kinds = self.own_program() if is_own(self.job) else self.worst_moment()
+        kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
+        kinds["reserve"] = reserve_bytes(self.layouts)
+        return kinds
+
+    def own_program(self) -> dict[str, Numbers]:
+        own = own_memory(self.job, self.layouts, self.rank, self.work)
+        return {**own, "logits": 0.0, "buffers": own.pop("temporary")}
+
+    def worst_moment(self) -> dict[str, Numbers]:
         """At the worst of the three moments."""
         activations, (logits, loss_buffers) = self.activations(), self.loss()
         moments = [
@@ -252,15 +273,12 @@ class _Rank:
             np.where(at_loss, in_loss, np.where(at_backward, in_backward, in_step))
             for in_loss, in_backward, in_step in zip(*moments, strict=True)
         )
-        kinds = {
+        return {
             **self.states(),
             "activations": kept,
             "logits": alive,
             "buffers": buffers + self.lasting_buffers(),
         }
-        kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
-        kinds["reserve"] = reserve_bytes(self.layouts)
-        return kinds
 
     def states(self) -> dict[str, Numbers]:
         """Weights, gradients and optimizer (Rajbhandari et al., arXiv:1910.02054, section 3).
@@ -272,12 +290,14 @@ class _Rank:
         """
         engine, zero = self.job.engine, self.layouts.zero
         local, shard = self.total(lambda each: each.local), self.total(lambda each: each.shard)
+        # In fp32 the weights are their own master copy.
+        optimizer_bytes = engine.optimizer_bytes - FP32 * (self.job.precision == "fp32")
         stays = (zero == 3) & (self.layouts.pp > 1) & engine.keeps_gathered
         return {
-            "weights": HALF * local * ((zero < 3) | stays),
+            "weights": self.job.element_bytes * local * ((zero < 3) | stays),
             "gradients": (engine.gradient_bytes + engine.gradient_copy_bytes)
             * np.where((zero < 2) | stays, local, shard),
-            "optimizer": (0 if engine.host_optimizer else engine.optimizer_bytes) * shard,
+            "optimizer": (0 if engine.host_optimizer else optimizer_bytes) * shard,
         }
 
     def total(self, of: Callable[[_Elements], Numbers]) -> Numbers:
@@ -311,12 +331,14 @@ class _Rank:
     def hidden(self) -> Numbers:
         """One micro-batch's hidden states between layers."""
         t = tokens(self.job, self.layouts)
-        return HALF * self.job.config.hidden_size * t / self.layouts.sp_degree
+        return self.job.element_bytes * self.job.config.hidden_size * t / self.layouts.sp_degree
 
     def gathered(self) -> Numbers:
         """Them as sequence parallelism gathers them, where there is such."""
         t = tokens(self.job, self.layouts)
-        return HALF * self.job.config.hidden_size * t * (self.layouts.sp_degree > 1)
+        return (
+            self.job.element_bytes * self.job.config.hidden_size * t * (self.layouts.sp_degree > 1)
+        )
 
     def loss(self) -> tuple[Numbers, Numbers]:
         """Logits with their copies, and buffers, where the head is."""
@@ -335,14 +357,14 @@ class _Rank:
         logits = alive + saved * (waiting * (1 + modules) - 1)
         # A 16-bit gradient of the head's matrix before it is added to the others; under sequence
         # parallelism the gathered input, its gradient, and the part being scattered.
-        head = HALF * self.work.sizes(embedding_weight(config)).local
+        head = self.job.element_bytes * self.work.sizes(embedding_weight(config)).local
         buffers = (head + 3 * self.gathered() + self.hidden()) * self.work.last
         # ZeRO 3: what is outside the layers, and the layer that is first to go back.
         outside = sum(
             unit.count * each.local
             for unit, each in zip(self.work.units[2], self.elements[2], strict=True)
         )
-        units = HALF * (outside + self.largest_layer()) * (layouts.zero == 3)
+        units = self.job.element_bytes * (outside + self.largest_layer()) * (layouts.zero == 3)
         return logits * self.work.last, buffers + units
 
     def largest_layer(self) -> Numbers:
@@ -370,7 +392,7 @@ class _Rank:
         # their way, in fp32. ZeRO 2: gradients on their way.
         zero = self.layouts.zero
         on_the_way = self.job.engine.gradient_bytes * (zero == 2)
-        unit_bytes = np.where(zero == 3, 2 * HALF + HALF + FP32, on_the_way)
+        unit_bytes = np.where(zero == 3, 3 * self.job.element_bytes + FP32, on_the_way)
         return most + unit_bytes * self.largest_layer()
 
     def lasting_buffers(self) -> Numbers:
@@ -378,10 +400,10 @@ class _Rank:
         config, engine, layouts = self.job.config, self.job.engine, self.layouts
         receive = 2 * self.hidden() * (layouts.pp > 1)
         width = config.num_kv_heads / layouts.tp * (config.qk_head_dim + config.v_head_dim)
-        ring = 2 * HALF * width * tokens(self.job, layouts) * (layouts.ring > 1)
+        ring = 2 * self.job.element_bytes * width * tokens(self.job, layouts) * (layouts.ring > 1)
         total = WORKSPACE_BYTES + engine.bucket_bytes + receive + ring
         if engine.placeholder_gradients:
-            total = total + HALF * self.placeholders()
+            total = total + self.job.element_bytes * self.placeholders()
         return total
 
     def placeholders(self) -> Numbers:

@@ -16,6 +16,12 @@ from fivefold.train.trainer import Trainer
 def measure(trainer: Trainer) -> StateBytes:
     """Bytes of all storages that hold weights (FSDP2's gathered copies included), gradients
     (unsharded ones included) and optimizer moments at this moment. A storage counts once."""
+    held = {kind: _bytes(tensors) for kind, tensors in holdings(trainer).items()}
+    return StateBytes(**held)
+
+
+def holdings(trainer: Trainer) -> dict[str, list[Tensor | None]]:
+    """The tensors that hold them, by kind; None where there is none at this moment."""
     weights, gradients = [], []
     for stage in trainer.stages.values():
         for p in stage.parameters():
@@ -31,7 +37,7 @@ def measure(trainer: Trainer) -> StateBytes:
         for state in trainer.optimizer.torch.state.values()
         for moment in (state["exp_avg"], state["exp_avg_sq"])
     ]
-    return StateBytes(_bytes(weights), _bytes(gradients), _bytes(moments))
+    return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
 
 def _fsdp_parameters(stage: nn.Module) -> Iterator:

@@ -35,8 +35,9 @@ class AdamW:
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
-            fused=True,
         )
+        for group in self.torch.param_groups:
+            group["fused"] = True  # the constructor refuses it for tensors without values
 
     def step(self, parameters: list[LocalParameter], lr: float, grad_scale: float) -> None:
         """Update all stages' parameters, in their order, with gradients times `grad_scale`."""

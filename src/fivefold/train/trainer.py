@@ -131,6 +131,14 @@ class Trainer:
     def step(self, step: int, lr: float) -> StepResult:
         """Forward, backward and optimizer step number `step` (from 0) with learning rate `lr`."""
         sums, parameters = self.gradients(step)
+        result = self.finish_step(sums, parameters, lr)
+        self.spans.end()
+        return result
+
+    def finish_step(
+        self, sums: StepSums, parameters: list[LocalParameter], lr: float
+    ) -> StepResult:
+        """The optimizer's part of a step."""
         with self.spans.doing("optimizer"):
             totals = self._total(sums, parameters)
             result = self._result(totals)
@@ -139,7 +147,6 @@ class Trainer:
                 if self.clip is not None:
                     clip = min(1.0, self.clip / (result.grad_norm + 1e-6))
                 self.optimizer.step(parameters, lr, grad_scale=clip / result.tokens)
-        self.spans.end()
         return result
 
     def gradients(self, step: int) -> tuple[StepSums, list[LocalParameter]]:
@@ -149,7 +156,6 @@ class Trainer:
         self.recorder.phase = "forward"
         with self.spans.doing("data"):
             micro_batches = self._read(step)
-        self._valid_tokens = sum(float(batch.valid.sum()) for batch in micro_batches)
         sums = self.pipeline.run_step(micro_batches)
         self.recorder.phase = "optimizer"
         with self.spans.doing("optimizer"):
@@ -163,9 +169,11 @@ class Trainer:
             step, place["dp"], layout.dp, layout.micro_batch, layout.accumulation
         )
         places = np.arange(layout.global_batch).reshape(-1, layout.dp, layout.micro_batch)
+        batches = [self.samples.read(row) for row in ids]
+        self._valid_tokens = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         return [
-            self._micro_batch(self.samples.read(row), place_in_batch, step)
-            for row, place_in_batch in zip(ids, places[:, place["dp"]], strict=True)
+            self._micro_batch(batch, place_in_batch, step)
+            for batch, place_in_batch in zip(batches, places[:, place["dp"]], strict=True)
         ]
 
     def _micro_batch(self, batch: Batch, places: np.ndarray, step: int) -> MicroBatch:

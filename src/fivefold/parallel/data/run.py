@@ -173,7 +173,10 @@ class DataParallel:
             module,
             mesh=mesh["fsdp"],
             reshard_after_forward=reshard,
-            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            # Counts and angles among the inputs stay in fp32.
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
             ignored_params=set(ignored),
         )
         assert isinstance(module, FSDPModule)

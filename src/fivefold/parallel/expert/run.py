@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from fivefold.model.moe import MoE
+from fivefold.model.moe import MoE, on_host
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
@@ -87,19 +87,23 @@ class _Trip:
 
     def __init__(self, owned: int, counts: Tensor, ep: Axis, etp: Axis) -> None:
         self.owned, self.ep = owned, ep
-        arriving = comm.all_to_all(counts, ep).view(1, ep.size, -1)  # [1, from ep rank, expert]
-        self.send = counts.view(ep.size, -1).sum(1).tolist()
-        self.receive = arriving[0].sum(1).tolist()
+        arriving = comm.all_to_all(counts, ep).view(1, -1)
         if etp.size > 1:
-            arriving = comm.all_gather(arriving, etp)  # [etp rank, from ep rank, expert]
-        self.gathered = arriving.sum((1, 2)).tolist()
-        self.local_counts = arriving.sum((0, 1)).tolist()
+            arriving = comm.all_gather(arriving, etp)
+        own = on_host(counts, owned).view(ep.size, -1)
+        here = on_host(arriving, owned).view(etp.size, ep.size, -1)  # from etp and ep rank, expert
+        self.send = own.sum(1).tolist()
+        self.receive = here[etp.index].sum(1).tolist()
+        self.gathered = here.sum((1, 2)).tolist()
+        self.local_counts = here.sum((0, 1)).tolist()
         # Rows arrive from each rank sorted by expert; with several sources they are sorted anew.
         self.by_expert = None
         if ep.size * etp.size > 1:
-            experts = torch.arange(arriving.shape[2], device=counts.device)
-            expert_of_row = experts.repeat(arriving.shape[0] * arriving.shape[1])
-            expert_of_row = expert_of_row.repeat_interleave(arriving.flatten())
+            experts = torch.arange(here.shape[2], device=counts.device)
+            expert_of_row = experts.repeat(ep.size * etp.size)
+            expert_of_row = expert_of_row.repeat_interleave(
+                arriving.flatten(), output_size=sum(self.local_counts)
+            )
             self.by_expert = expert_of_row.argsort(stable=True)
         self.under_way: Pending | None = None
 

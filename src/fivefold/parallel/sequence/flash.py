@@ -18,7 +18,7 @@ def block_attention(
     """q [b, heads, s, d], k and v [b, kv_heads, t, d]; `mask` [b, 1, s, t] True where a query may
     look. Returns the output [b, heads, s, d] (fp32 on CPUs) and the log-sum-exp [b, heads, s] in
     fp32, which is minus infinity for a query that may look nowhere."""
-    if q.is_cuda:
+    if q.device.type != "cpu":
         return _cuda_forward(q, k, v, causal, mask)
     q, k, v = q.float(), k.float(), v.float()  # CPU kernels are far slower in bf16
     bias = _as_bias(mask, q.dtype)
@@ -41,7 +41,7 @@ def block_attention_backward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block, given the output and log-sum-exp over all blocks."""
-    if q.is_cuda:
+    if q.device.type != "cpu":
         return _cuda_backward(grad, q, k, v, out, lse, causal, mask)
     grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(

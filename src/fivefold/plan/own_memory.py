@@ -1,0 +1,571 @@
+"""Bytes of device memory of this program's own training step (`--engine fivefold`).
+
+What a layer takes is in `own_layers`. Here the passes of a rank follow each other as its schedule
+says, and its weights and gradients come and go as the ZeRO stage says (`parallel.data.run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.layout.many import Layouts
+from fivefold.layout.notation import SCHEDULES
+from fivefold.layout.stages import chunk_stage, chunks_a_rank
+from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.model.weights import (
+    Weight,
+    embedding_weight,
+    embedding_weights,
+    head_weights,
+    layer_weights,
+)
+from fivefold.parallel.data.memory import after_step
+from fivefold.parallel.pipeline.schedules import build, messages
+from fivefold.parallel.work import FP32, Work, layer_range, shard_degree
+from fivefold.plan.job import Job
+from fivefold.plan.operations import Numbers
+from fivefold.plan.own_layers import INT64, Passes, Sizes, layer_passes
+from fivefold.plan.pipeline import in_flight
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
+
+
+def own_memory(job: Job, layouts: Layouts, rank: Numbers, work: Work) -> dict[str, Numbers]:
+    """Bytes by kind (`KINDS`) at the peak of pipeline rank `rank` of each layout, arrays [n]."""
+    kinds = {kind: np.zeros(len(layouts)) for kind in KINDS}
+    ranks = np.broadcast_to(rank, len(layouts))
+    for row, members in _alike(layouts, ranks).items():
+        part = layouts.take(members)
+        those = _Ranks(
+            job, part, ranks[members], replace(work, layout=part, **_taken(work, members))
+        )
+        worst = _Worst(len(members))
+        for moment in row:
+            those.pass_through(moment, worst)
+        those.step(worst)
+        for kind, size in worst.kinds.items():
+            kinds[kind][members] = size
+    return kinds
+
+
+def _alike(layouts: Layouts, rank: NDArray[Any]) -> dict[tuple[Moment, ...], NDArray[Any]]:
+    """The layouts that go through the same moments, by these."""
+    schedules, schedule = np.unique(layouts.schedule, return_inverse=True)
+    columns = (schedule, layouts.pp, layouts.vpp, layouts.accumulation, rank)
+    rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    numbers: dict[tuple[Moment, ...], list[int]] = {}
+    for number, (name, *degrees) in enumerate(rows.tolist()):
+        numbers.setdefault(moments(str(schedules[name]), *degrees), []).append(number)
+    return {key: np.flatnonzero(np.isin(row.reshape(-1), of)) for key, of in numbers.items()}
+
+
+def _taken(work: Work, members: NDArray[Any]) -> dict[str, Any]:
+    """The counts of some of the layouts."""
+
+    def take(count: Any) -> Any:
+        return count[members] if np.ndim(count) else count
+
+    return {
+        "layers": tuple((kind, take(count)) for kind, count in work.layers),
+        "recomputed": tuple(take(count) for count in work.recomputed),
+        **{name: take(getattr(work, name)) for name in COUNTS},
+    }
+
+
+COUNTS = ("chunks", "sends_on", "sends_back", "first", "last")
+
+
+# Moments of a schedule
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a rank of a pipeline begins a pass."""
+
+    forward: bool
+    chunk: int
+    in_flight: tuple[int, ...]  # micro-batches that it holds of each chunk, this one included
+    accumulated: tuple[bool, ...]  # has a chunk been through a backward pass?
+    last: bool  # is this the chunk's last backward pass?
+    messages: int  # hidden states that have arrived for the next pass, or leave still
+
+
+@lru_cache(maxsize=4096)
+def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    """The moments of one step, but for those that another one surpasses."""
+    if schedule not in SCHEDULES:
+        return _moments_of_planned(schedule, pp, vpp, micro_batches, rank)
+    if schedule == "1f1b":  # after its warm-up it goes round in the same circle
+        circle = pp - rank + 2 if vpp == 1 else 4 * pp
+        micro_batches = min(micro_batches, circle)
+    steps = messages(build(schedule, pp, vpp, micro_batches), rank)
+    chunks = sorted({step.action.stage for step in steps})
+    held, done = [0] * len(chunks), [0] * len(chunks)
+    found = dict[Moment, None]()
+    leaving = 0
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        chunk = chunks.index(step.action.stage)
+        forward = step.action.kind == "F"
+        held[chunk] += forward
+        arriving = following is not None and following.receives is not None
+        moment = Moment(
+            forward,
+            chunk,
+            tuple(held),
+            tuple(count > 0 for count in done),
+            not forward and done[chunk] == micro_batches - 1,
+            arriving + leaving,
+        )
+        found[moment] = None
+        held[chunk] -= not forward
+        done[chunk] += not forward
+        if step.sends is not None:
+            leaving = int(not forward)  # what a forward pass sends is its output, which stays
+    return tuple(each for each in found if not any(_surpasses(other, each) for other in found))
+
+
+def _moments_of_planned(
+    schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
+) -> tuple[Moment, ...]:
+    """Of a schedule that has no table: its chunks hold alike much, as `in_flight` says."""
+    chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
+    held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
+    each = (max(1, -(-held // chunks)),) * chunks
+    return tuple(
+        Moment(forward, chunk, each, (True,) * chunks, False, 1)
+        for forward in (True, False)
+        for chunk in range(chunks)
+    )
+
+
+def _surpasses(other: Moment, each: Moment) -> bool:
+    """Is there at least as much in flight, accumulated and on its way at the other one?"""
+    same = ("forward", "chunk", "last")
+    more = ((*moment.in_flight, *moment.accumulated, moment.messages) for moment in (other, each))
+    return (
+        other != each
+        and all(getattr(other, name) == getattr(each, name) for name in same)
+        and all(a >= b for a, b in zip(*more, strict=True))
+    )
+
+
+# Bytes at a moment
+
+
+class _Worst:
+    """The highest peak so far of each layout, by kind."""
+
+    def __init__(self, count: int) -> None:
+        self.kinds = {kind: np.zeros(count) for kind in KINDS}
+        self._total = np.zeros(count)
+
+    def offer(self, here: Numbers, kinds: dict[str, Numbers]) -> None:
+        total = sum(kinds.values())
+        higher = here & (total > self._total)
+        if np.any(higher):
+            self._total = np.where(higher, total, self._total)
+            for kind, size in kinds.items():
+                self.kinds[kind] = np.where(higher, size, self.kinds[kind])
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Weights that FSDP2 gathers and reduces together, where it shards them: bytes."""
+
+    gathered: Numbers  # in the compute precision, of all shards
+    cast: Numbers  # this rank's shard in that precision
+    gradients: Numbers  # in fp32, whole
+    padded: Numbers  # in fp32, as they are reduced
+    shard: Numbers  # in fp32, reduced
+
+    def __add__(self, other: _Unit) -> _Unit:
+        return _Unit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, here: Numbers) -> _Unit:
+        return _Unit(*(getattr(self, f.name) * here for f in fields(self)))
+
+
+NO_UNIT = _Unit(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Layers of a chunk that are alike and follow each other."""
+
+    count: Numbers
+    passes: Passes
+    dense: _Unit
+    experts: _Unit
+
+    @cached_property
+    def units(self) -> _Unit:
+        return self.dense + self.experts
+
+
+class _Ranks:
+    """One pipeline rank of each of n layouts, which go through the same moments."""
+
+    def __init__(self, job: Job, layouts: Layouts, rank: Numbers, work: Work) -> None:
+        self.job, self.layouts, self.rank, self.work = job, layouts, rank, work
+        self.sizes = Sizes(job, layouts, work)
+        self.gathers = layouts.zero == 3  # for each pass
+        self.reduces = layouts.zero >= 2  # after each backward pass
+        self.chunks = [
+            self._runs(chunk) for chunk in range(int(chunks_a_rank(layouts).max(initial=1)))
+        ]
+        self.wholes = [self.whole(chunk) for chunk in range(len(self.chunks))]
+        self.keeps = [self.kept(chunk) for chunk in range(len(self.chunks))]
+
+    # What there is
+
+    def _runs(self, chunk: int) -> list[_Run]:
+        config, layouts = self.job.config, self.layouts
+        begin, end = layer_range(config, layouts, np.minimum(self.stage(chunk), layouts.stages - 1))
+        again = np.where(layouts.recompute_layers > 0, begin + layouts.recompute_layers, end)
+        again = np.where(layouts.recompute == "full", np.minimum(again, end), begin)
+        runs = []
+        for kind, start, stop in _segments(config):
+            parts = (begin, again, True), (again, end, False)
+            for first, last, recomputed in parts:
+                count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
+                if np.any(count):
+                    runs.append(_Run(count, self._passes(kind, recomputed), *self._units(kind)))
+        return runs
+
+    def _passes(self, kind: LayerKind, recomputed: bool) -> Passes:
+        if (kind, recomputed) not in self._known:
+            if recomputed:
+                passes = layer_passes(self.sizes, kind, "full")
+            else:
+                passes = layer_passes(self.sizes, kind, "none")
+                selective = self.layouts.recompute == "selective"
+                if np.any(selective):
+                    passes = _choose(selective, layer_passes(self.sizes, kind, "selective"), passes)
+            self._known[kind, recomputed] = passes
+        return self._known[kind, recomputed]
+
+    @cached_property
+    def _known(self) -> dict[tuple[LayerKind, bool], Passes]:
+        return {}
+
+    def _units(self, kind: LayerKind) -> tuple[_Unit, _Unit]:
+        weights = layer_weights(self.job.config, kind)
+        return (
+            self._unit(weight for weight in weights if not weight.is_routed),
+            self._unit(weight for weight in weights if weight.is_routed),
+        )
+
+    def _unit(self, weights: Iterable[Weight]) -> _Unit:
+        element, total = self.sizes.element, NO_UNIT
+        for weight in weights:
+            sizes = self.work.sizes(weight)
+            shards = shard_degree(self.layouts, weight.is_routed)
+            padded = sizes.padded * sizes.sharded
+            total += _Unit(
+                gathered=element * padded,
+                cast=element * padded / shards,
+                gradients=FP32 * sizes.local * sizes.sharded,
+                padded=FP32 * padded,
+                shard=FP32 * padded / shards,
+            )
+        return total
+
+    def stage(self, chunk: int) -> Numbers:
+        return chunk_stage(self.layouts, self.rank, chunk)
+
+    def first(self, chunk: int) -> Numbers:
+        return (self.stage(chunk) == 0) * 1.0
+
+    def last(self, chunk: int) -> Numbers:
+        return (self.stage(chunk) == self.layouts.stages - 1) * 1.0
+
+    def root(self, chunk: int) -> _Unit:
+        """What is outside the layers."""
+        return self.lookup_unit(chunk) + self.head_unit(chunk)
+
+    def lookup_unit(self, chunk: int) -> _Unit:
+        return self._unit(embedding_weights(self.job.config)).times(self.first(chunk))
+
+    def head_unit(self, chunk: int) -> _Unit:
+        unit = self._unit(head_weights(self.job.config))
+        if self.job.config.tied_embeddings:
+            apart = self.layouts.stages > 1
+            unit += self._unit([embedding_weight(self.job.config)]).times(apart)
+        return unit.times(self.last(chunk))
+
+    def whole(self, chunk: int) -> _Unit:
+        total = self.root(chunk)
+        for run in self.chunks[chunk]:
+            total += run.units.times(run.count)
+        return total
+
+    # What one micro-batch leaves
+
+    def kept(self, chunk: int) -> Numbers:
+        """Between its passes through a chunk."""
+        total = self.first(chunk) * self.lookup_kept
+        total = total + np.where(self.last(chunk), self.head_kept, self.sizes.hidden)
+        return total + sum(run.count * run.passes.kept for run in self.chunks[chunk])
+
+    @property
+    def lookup_kept(self) -> Numbers:
+        """The rows that a part of the vocabulary is asked for, and whether it has them."""
+        return (INT64 + 1) * self.sizes.tokens * (self.layouts.tp > 1)
+
+    @cached_property
+    def columns(self) -> Numbers:
+        """Of the vocabulary, here."""
+        config = self.job.config
+        return self.work.sizes(embedding_weight(config)).local / config.hidden_size
+
+    @cached_property
+    def logits(self) -> Numbers:
+        return self.sizes.element * self.sizes.tokens * self.columns
+
+    @property
+    def head_kept(self) -> Numbers:
+        """The final norm's input and output; the numerators of the softmax in fp32, their sums and
+        the labels' (two numbers), and labels with which of them are here and count."""
+        s = self.sizes
+        norm = 2 * s.hidden + FP32 * s.held
+        return norm + s.fp32(self.logits) + (2 * FP32 + INT64 + 2) * s.tokens
+
+    @cached_property
+    def inputs(self) -> Numbers:
+        """Of all micro-batches: three numbers a token; and the angles of positions."""
+        s = self.sizes
+        length = self.job.sequence_length / self.layouts.cp
+        angles = FP32 * length * self.job.config.head_dim
+        return 3 * INT64 * s.tokens * self.layouts.accumulation + angles
+
+    # The state: what is there beside activations
+
+    @cached_property
+    def base(self) -> dict[str, Numbers]:
+        """Weights, gradients and moments, but for the gradients of weights that ZeRO shards."""
+        state = after_step(self.work)
+        sharded = sum(unit.shard for unit in self.wholes)
+        return {
+            "weights": state.weights,
+            "gradients": state.gradients - sharded,
+            "optimizer": state.optimizer,
+        }
+
+    def between(self, moment: Moment) -> dict[str, Numbers]:
+        """As a pass begins, with what ZeRO has gathered and accumulated in all chunks."""
+        state = dict(self.base)
+        for chunk, held in enumerate(moment.in_flight):
+            unit, accumulated = self.wholes[chunk], moment.accumulated[chunk]
+            if held:
+                state["weights"] = state["weights"] + unit.gathered * ~self.gathers
+            if accumulated:
+                whole = np.where(self.reduces, unit.shard, unit.gradients)
+                state["gradients"] = state["gradients"] + whole
+        resident = self.inputs + self.sizes.hidden * moment.messages
+        for chunk, held in enumerate(moment.in_flight):
+            resident = resident + (held - (chunk == moment.chunk)) * self.keeps[chunk]
+        return {**state, "activations": resident, "temporary": 0.0}
+
+    def pass_through(self, moment: Moment, worst: _Worst) -> None:
+        if moment.forward:
+            self._forward(moment, worst)
+        else:
+            _BackwardPass(self, moment, worst).run()
+
+    def _forward(self, moment: Moment, worst: _Worst) -> None:
+        s, chunk = self.sizes, moment.chunk
+        state = self.between(moment)
+        root, first, last = self.root(chunk), self.first(chunk), self.last(chunk)
+        # Weights are gathered for each forward pass, or for the first one of a step.
+        starts = moment.in_flight[chunk] == 1 and not moment.accumulated[chunk]
+        gathers = self.gathers | starts
+        state["weights"] = state["weights"] + root.gathered * self.gathers
+        alive = first * self.lookup_kept
+        behind = root.gathered * gathers  # what the last gather left behind
+        lookup = first * (s.wide + s.sp * s.hidden)
+        worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
+        for run in self.chunks[chunk]:
+            there, passes = run.count > 0, run.passes
+            gathered = run.units.gathered * self.gathers
+            # What is gathered last leaves its message behind, until the next one has come.
+            flat = gathers * np.where(
+                run.experts.gathered > 0, run.experts.gathered, run.dense.gathered
+            )
+            # In the last of these layers.
+            kept = alive + (run.count - 1) * passes.kept + s.hidden
+            copying = flat + np.where(run.count > 1, flat, behind)
+            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=copying))
+            working = flat + passes.forward - s.hidden
+            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=working))
+            alive = alive + run.count * passes.kept
+            behind = np.where(there, flat, behind)
+        loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
+        worst.offer(last > 0, _add(state, activations=alive + self.head_kept, temporary=loss))
+
+    def step(self, worst: _Worst) -> None:
+        """The optimizer's: gradients that ranks share are summed in one message each."""
+        state = after_step(self.work)
+        hidden = self.job.config.hidden_size
+        tied = FP32 * self.columns * hidden * self.work.sums_embedding
+        sharded = sum(unit.shard for unit in self.wholes)
+        copies = sharded * (self.layouts.dp_replicate > 1)
+        kinds = {
+            "weights": state.weights,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
+            "activations": self.inputs,
+            "temporary": np.maximum(tied, copies),
+        }
+        worst.offer(True, kinds)
+
+
+class _BackwardPass:
+    """One backward pass of a chunk, from the loss or the next stage to the embedding."""
+
+    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
+        self.ranks, self.moment, self.worst = ranks, moment, worst
+        self.s, self.chunk = ranks.sizes, moment.chunk
+        self.state = ranks.between(moment)
+        self.runs = ranks.chunks[self.chunk]
+        self.last, self.first = ranks.last(self.chunk), ranks.first(self.chunk)
+        self.accumulated = moment.accumulated[self.chunk]
+        self.reduces = ranks.reduces | moment.last
+        self.matrix = self.s.element * ranks.columns * ranks.job.config.hidden_size
+        self.alive = ranks.keeps[self.chunk] - self.s.hidden * (1 - self.last)
+        # Of sharded weights outside the layers, until the pass is over.
+        self.outside: Numbers = 0.0
+        self.on_the_way: Numbers = 0.0  # gradients that were reduced last
+
+    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers, **more) -> None:
+        temporary = temporary + self.outside
+        kinds = _add(self.state, activations=activations, temporary=temporary, **more)
+        self.worst.offer(here, kinds)
+
+    def run(self) -> None:
+        s, ranks = self.s, self.ranks
+        # The stage's output and its gradient stay as long as the pass.
+        ends = 2 * s.hidden * (1 - self.last)
+        self.state = _add(
+            self.state,
+            activations=ends,
+            weights=ranks.head_unit(self.chunk).gathered * ranks.gathers,
+        )
+        self.head()
+        given = 1 - self.last  # is the gradient of a layer's output the stage's?
+        for number in reversed(range(len(self.runs))):
+            before = self.prefetched(number - 1)
+            self.layers(self.runs[number], given, before)
+            given = given * (self.runs[number].count == 0)
+        self.lookup()
+
+    def prefetched(self, number: int) -> Numbers:
+        """Weights that are on their way beside the run that follows run `number`."""
+        ahead: Numbers = 0.0
+        for run in self.runs[: number + 1]:
+            ahead = np.where(run.count > 0, run.units.gathered, ahead)
+        return ahead * self.ranks.gathers
+
+    def head(self) -> None:
+        """The loss, the head's product with the gradients of logits, input and matrix, the norm."""
+        s, ranks, here = self.s, self.ranks, self.last > 0
+        ahead = self.prefetched(len(self.runs) - 1)
+        self.offer(here, self.alive, s.short * ranks.logits + ahead)
+        self.alive = self.alive - self.last * ranks.head_kept
+        sharded = ranks.head_unit(self.chunk).gathered > 0
+        product = ranks.logits + 2 * s.sp * s.wide + s.hidden + ahead
+        product = product + self.matrix * np.where(sharded, 1.0, s.short)
+        self.offer(here, self.alive + 2 * s.hidden + FP32 * s.held, product)
+        self.outside = self.matrix * sharded * self.last
+        norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
+        self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
+
+    def layers(self, run: _Run, given: Numbers, before: Numbers) -> None:
+        """From the last to the first: of those that are alike the last two and the first."""
+        ranks, through = self.ranks, np.zeros_like(run.count)
+        own = run.units.gathered * ranks.gathers
+        for number in (0, 1, 2):
+            target = np.where(number < 2, number, run.count - 1)
+            here = (target < run.count) & ((number < 2) | (run.count > 2))
+            self.go_through(run, np.where(here, target - through, 0))
+            through = np.where(here, target, through)
+            ahead = np.where(target < run.count - 1, own, before)
+            self.layer(run, here, given if number == 0 else 0.0 * given, ahead)
+            self.go_through(run, here * 1)
+            through = through + here
+
+    def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
+        s, ranks, units, passes = self.s, self.ranks, run.units, run.passes
+        gathered = units.gathered * ranks.gathers
+        below = self.alive - passes.kept
+        # Its weights come where they were not on their way already.
+        arriving = gathered * (given > 0) + self.on_the_way
+        self.offer(here, self.alive, arriving, weights=gathered)
+        working = passes.backward - passes.old - s.hidden * given + ahead + self.on_the_way
+        self.offer(here, below + passes.old, working, weights=gathered)
+        # It is through: its gradients are reduced, or added up in fp32 one by one.
+        short = passes.gradients
+        adding = 0.0 if self.accumulated else units.gradients - short * 2 / 3
+        if self.accumulated and self.moment.last:
+            short = short * ranks.reduces  # they have joined the others
+        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        reducing = short + np.where(self.reduces, units.padded, adding) + ahead
+        self.offer(here, below, s.hidden + reducing, weights=gone)
+
+    def go_through(self, run: _Run, count: Numbers) -> None:
+        """The state after so many layers of a run."""
+        ranks, units = self.ranks, run.units
+        self.alive = self.alive - count * run.passes.kept
+        if not self.accumulated:
+            gradients = np.where(self.reduces, units.shard, units.gradients)
+        elif self.moment.last:
+            gradients = np.where(ranks.reduces, 0.0, units.shard - units.gradients)
+        else:
+            gradients = 0.0
+        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        self.state = _add(self.state, gradients=count * gradients, weights=count * gone)
+        reduced = np.where(self.reduces, units.padded, 0.0)
+        self.on_the_way = np.where(count > 0, reduced, self.on_the_way)
+
+    def lookup(self) -> None:
+        """The embedding's rows; then what is outside the layers is reduced."""
+        s, ranks, root = self.s, self.ranks, self.ranks.root(self.chunk)
+        sharded = ranks.lookup_unit(self.chunk).gathered > 0
+        rows = s.hidden + s.wide * s.sp + s.wide * (ranks.layouts.tp > 1)
+        rows = rows + s.fp32(s.wide) * s.short * ~sharded
+        matrix = self.matrix * sharded * self.first
+        self.offer(self.first > 0, self.alive, rows + matrix + self.on_the_way)
+        adding = 0.0 if self.accumulated else root.gradients
+        self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
+
+
+@lru_cache(maxsize=64)
+def _segments(config: ModelConfig) -> list[tuple[LayerKind, int, int]]:
+    """Layers that follow each other and are of one kind: the first of them, and after the last."""
+    segments: list[tuple[LayerKind, int, int]] = []
+    for layer in range(config.num_layers):
+        kind = LayerKind(config.is_moe(layer))
+        if segments and segments[-1][0] == kind:
+            segments[-1] = (kind, segments[-1][1], layer + 1)
+        else:
+            segments.append((kind, layer, layer + 1))
+    return segments
+
+
+def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
+    return {kind: size + more.get(kind, 0.0) for kind, size in kinds.items()}
+
+
+def _choose(here: Numbers, yes: Any, no: Any | None) -> Any:
+    """`yes` where that holds, else `no`, of two records of numbers."""
+    if no is None:
+        return yes
+    values = {
+        f.name: np.where(here, getattr(yes, f.name), getattr(no, f.name)) for f in fields(yes)
+    }
+    return type(yes)(**values)

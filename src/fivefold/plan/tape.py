@@ -1,0 +1,65 @@
+"""Allocations one after the other, and the most that was alive. Elementwise on arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold.plan.operations import Numbers
+
+
+class Tape:
+    """Tensors by name while a piece of a program runs, written down as the program makes them and
+    lets them go. Sizes are bytes: numbers, or arrays [n] over layouts, 0 where there is no such
+    tensor. With `saving`, operands of the backward pass outlive the variables that held them."""
+
+    def __init__(self, saving: bool) -> None:
+        self.saving = saving
+        self.sizes: dict[str, Numbers] = {}
+        self.alive: Numbers = 0.0
+        self.peak: Numbers = 0.0
+        self.old_at_peak: Numbers = 0.0
+        self._saved: set[str] = set()
+        self._old: dict[str, Numbers] = {}
+
+    def take(self, **sizes: Numbers) -> None:
+        """Allocate these."""
+        for name, size in sizes.items():
+            self.sizes[name] = self.sizes.get(name, 0.0) + size
+            self.alive = self.alive + size
+        self.pass_by()
+
+    def save(self, *names: str) -> None:
+        """Something of the backward pass needs these."""
+        if self.saving:
+            self._saved.update(names)
+
+    def leave(self, *names: str) -> None:
+        """The forward pass no longer refers to these: they go unless they are saved."""
+        self.free(*(name for name in names if name not in self._saved))
+
+    def free(self, *names: str) -> None:
+        """These go."""
+        for name in names:
+            self.alive = self.alive - self.sizes.pop(name)
+            self._saved.discard(name)
+            self._old.pop(name, None)
+
+    def cut(self, **sizes: Numbers) -> None:
+        """Of these so much goes, in layouts that do not have them so long."""
+        for name, size in sizes.items():
+            self.sizes[name] = self.sizes[name] - size
+            self.alive = self.alive - size
+            if name in self._old:
+                self._old[name] = self._old[name] - size
+
+    def pass_by(self, *sizes: Numbers) -> None:
+        """These are there together for a moment."""
+        now = self.alive + sum(sizes)
+        self.old_at_peak = np.where(now > self.peak, sum(self._old.values()), self.old_at_peak)
+        self.peak = np.maximum(self.peak, now)
+
+    def turn(self) -> None:
+        """The forward pass is over: all there is is old now, and the peak to come counts."""
+        self._old = dict(self.sizes)
+        self.peak, self.old_at_peak = 0.0, 0.0
+        self.pass_by()
