@@ -6,7 +6,7 @@ says, and its weights and gradients come and go as the ZeRO stage says (`paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -127,7 +127,7 @@ def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> 
         done[chunk] += not forward
         if step.sends is not None:
             leaving = int(not forward)  # what a forward pass sends is its output, which stays
-    return tuple(each for each in found if not any(_surpasses(other, each) for other in found))
+    return tuple(_highest(list(found)))
 
 
 def _moments_of_planned(
@@ -144,15 +144,17 @@ def _moments_of_planned(
     )
 
 
-def _surpasses(other: Moment, each: Moment) -> bool:
-    """Is there at least as much in flight, accumulated and on its way at the other one?"""
-    same = ("forward", "chunk", "last")
-    more = ((*moment.in_flight, *moment.accumulated, moment.messages) for moment in (other, each))
-    return (
-        other != each
-        and all(getattr(other, name) == getattr(each, name) for name in same)
-        and all(a >= b for a, b in zip(*more, strict=True))
-    )
+def _highest(found: list[Moment]) -> Iterator[Moment]:
+    """Without those at which there is no more in flight, accumulated and on its way than at another
+    one of the same chunk and kind."""
+    alike: dict[tuple[bool, int, bool], list[Moment]] = {}
+    for each in found:
+        alike.setdefault((each.forward, each.chunk, each.last), []).append(each)
+    for group in alike.values():
+        there = np.array([(*m.in_flight, *m.accumulated, m.messages) for m in group])
+        for number, each in enumerate(group):
+            if not np.any(np.delete(np.all(there >= there[number], axis=1), number)):
+                yield each
 
 
 # Bytes at a moment
