@@ -18,7 +18,7 @@ from fivefold.model.weights import layer_weights
 from fivefold.parallel.work import FP32, Work
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers, tokens
-from fivefold.plan.tape import Tape
+from fivefold.plan.tape import Phase, Tape
 
 INT64 = 8
 RANDOM_STATE = 24
@@ -31,16 +31,17 @@ class Passes:
     its input is there, backward from before all that it kept."""
 
     kept: Numbers  # from its forward to its backward pass; its input is a part of that
-    forward: Numbers
-    backward: Numbers
-    old: Numbers  # of what was kept, at the peak of the backward pass
-    gradients: Numbers  # of sharded weights, still there when the backward pass is over
+    forward: tuple[Phase, ...]
+    backward: tuple[Phase, ...]
+    gradients: Numbers  # of sharded weights, as autograd made them
+    expert_gradients: Numbers
 
 
 def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
     """Of one layer that is recomputed so: "none", "selective" or "full"."""
     forward = Tape(saving=recompute != "full")
     _Forward(sizes, kind, forward).layer(recompute == "selective")
+    forward.end_phase()
     kept = forward.alive - sizes.hidden  # but for what it hands on
 
     backward = Tape(saving=True)
@@ -49,6 +50,7 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
         backward.turn()
         backward.take(gradient=sizes.hidden, whole_gradient=sizes.wide * sizes.sp)
         _Forward(sizes, kind, backward).compute(again=True)
+        backward.phases = []
         backward.free("whole_gradient")
     else:
         _Forward(sizes, kind, backward).layer(recompute == "selective")
@@ -56,8 +58,10 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
         backward.turn()
         backward.take(gradient=sizes.hidden)
     _Backward(sizes, kind, backward).layer(recompute == "selective")
+    backward.end_phase()
     gradients = backward.alive - sizes.hidden
-    return Passes(kept, forward.peak, backward.peak, backward.old_at_peak, gradients)
+    experts = sizes.expert_gradients * kind.moe if kind.moe else 0.0
+    return Passes(kept, tuple(forward.phases), tuple(backward.phases), gradients, experts)
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,13 @@ class Sizes:
     def assembled(self) -> Numbers:
         """Copies that its experts work on, with those that arrived at its tp peers."""
         return self.arrived * self.layouts.etp
+
+    @cached_property
+    def expert_gradients(self) -> Numbers:
+        """Of one layer's experts, where ZeRO shards them."""
+        names = ("gate_proj", "up_proj", "down_proj")
+        elements = sum(self.weight(f"experts.{name}") for name in names)
+        return self.element * elements * self.sharded(expert=True)
 
     def rows(self, count: Numbers) -> Numbers:
         return self.element * self.job.config.hidden_size * count
@@ -369,11 +380,13 @@ class _Forward:
             t.take(tokens=-s.rows(s.copies) * s.travels)
         t.save("tokens", "sorted", "trip")
         t._saved.add("trip")
+        t.end_phase()
         width = s.expert_width
         t.take(**{"experts.gate": width, "experts.up": width})
         t.take(**{"experts.act": width})
         t.save("experts.gate", "experts.up", "experts.act")
         t.take(experts=s.rows(s.assembled))
+        t.end_phase(experts=True)
         t.leave("experts.gate", "experts.up", "experts.act")
         t.take(unsorted=s.rows(s.assembled) * s.travels, back=INT64 * s.assembled * s.travels)
         t.save("back")
@@ -439,7 +452,7 @@ class _Backward:
         size = s.element * s.weight(name)
         # Products in fp32 are added without a temporary.
         t.pass_by(size * np.where(sharded > 0, 1.0, s.short))
-        t.take(weights=size * sharded)
+        t.take(**{"expert_gradients" if expert else "gradients": size * sharded})
 
     def closing(self, weight: str, operand: str, size: Numbers, result: str) -> None:
         """The product that closes a part."""
@@ -512,10 +525,16 @@ class _Backward:
         if config.num_heads > config.num_kv_heads:
             inside = inside + 2 * s.query
         t.pass_by((results + inside) * (1 - s.ring))
+        # Of a ring: the result in short floats, the query's gradient in fp32; keys and values for
+        # each query head, their gradients, the query's, and what the kernel takes inside.
         keys, fp32_keys = 2 * s.spread_key, 2 * s.fp32(s.spread_key)
-        travelling = 2 * keys + 3 * fp32_keys + s.fp32(s.query) + s.query * s.short
-        block = 2 * s.query + s.query + 2 * s.query + s.fp32(s.query) / 2
-        t.pass_by((travelling + block) * s.ring)
+        whole = s.query * s.short + s.fp32(s.query)
+        inside = s.fp32(s.query) + s.log_sums
+        t.pass_by((whole + 2 * keys + 5 * s.query + inside) * s.ring)
+        # Later blocks are halves; gradients of keys are at home, in the block, and under way.
+        later = whole + keys + fp32_keys + 5.5 * s.query + inside / 2
+        under_way = (keys + 2 * fp32_keys) * (s.layouts.ring > 2)
+        t.pass_by((later + under_way) * s.ring)
 
     def moe(self) -> None:
         s, t, moe = self.s, self.t, self.s.moe
@@ -545,6 +564,8 @@ class _Backward:
         self.weight("experts.gate_proj")
         self.weight("experts.up_proj")
         t.free("dgate", "dup", "tokens", "sorted")
+        t.end_phase(experts=True)
+        t.free("expert_gradients")
         t.pass_by(rows * s.travels + 2 * rows * s.split)
         t.free("drows", "trip", "route")
         t.take(dh=s.hidden)

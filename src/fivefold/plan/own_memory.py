@@ -7,7 +7,7 @@ says, and its weights and gradients come and go as the ZeRO stage says (`paralle
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -394,17 +394,38 @@ class _Ranks:
         worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
         for run in self.chunks[chunk]:
             there, passes = run.count > 0, run.passes
-            gathered = run.units.gathered * self.gathers
             # What is gathered last leaves its message behind, until the next one has come.
-            flat = gathers * np.where(
-                run.experts.gathered > 0, run.experts.gathered, run.dense.gathered
-            )
+            dense, experts = run.dense.gathered * gathers, run.experts.gathered * gathers
+            flat = np.where(experts > 0, experts, dense)
             # In the last of these layers.
             kept = alive + (run.count - 1) * passes.kept + s.hidden
-            copying = flat + np.where(run.count > 1, flat, behind)
-            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=copying))
-            working = flat + passes.forward - s.hidden
-            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=working))
+            copying = dense + np.where(run.count > 1, flat, behind)
+            worst.offer(
+                there,
+                _add(
+                    state,
+                    weights=run.dense.gathered * self.gathers,
+                    activations=kept,
+                    temporary=copying,
+                ),
+            )
+            message = dense
+            for phase in passes.forward:
+                gathered = run.dense.gathered + run.experts.gathered * phase.experts
+                if phase.experts:
+                    message = dense + experts
+                working = message + phase.peak - s.hidden
+                worst.offer(
+                    there,
+                    _add(
+                        state,
+                        weights=gathered * self.gathers,
+                        activations=kept,
+                        temporary=working,
+                    ),
+                )
+                if phase.experts:
+                    message = flat
             alive = alive + run.count * passes.kept
             behind = np.where(there, flat, behind)
         loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
@@ -456,7 +477,7 @@ class _BackwardPass:
         self.state = _add(
             self.state,
             activations=ends,
-            weights=ranks.head_unit(self.chunk).gathered * ranks.gathers,
+            weights=ranks.root(self.chunk).gathered * ranks.gathers * self.last,
         )
         self.head()
         given = 1 - self.last  # is the gradient of a layer's output the stage's?
@@ -470,7 +491,7 @@ class _BackwardPass:
         """Weights that are on their way beside the run that follows run `number`."""
         ahead: Numbers = 0.0
         for run in self.runs[: number + 1]:
-            ahead = np.where(run.count > 0, run.units.gathered, ahead)
+            ahead = np.where(run.count > 0, run.dense.gathered, ahead)
         return ahead * self.ranks.gathers
 
     def head(self) -> None:
@@ -490,7 +511,7 @@ class _BackwardPass:
     def layers(self, run: _Run, given: Numbers, before: Numbers) -> None:
         """From the last to the first: of those that are alike the last two and the first."""
         ranks, through = self.ranks, np.zeros_like(run.count)
-        own = run.units.gathered * ranks.gathers
+        own = run.dense.gathered * ranks.gathers
         for number in (0, 1, 2):
             target = np.where(number < 2, number, run.count - 1)
             here = (target < run.count) & ((number < 2) | (run.count > 2))
@@ -498,41 +519,63 @@ class _BackwardPass:
             through = np.where(here, target, through)
             ahead = np.where(target < run.count - 1, own, before)
             self.layer(run, here, given if number == 0 else 0.0 * given, ahead)
-            self.go_through(run, here * 1)
             through = through + here
 
     def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
-        s, ranks, units, passes = self.s, self.ranks, run.units, run.passes
-        gathered = units.gathered * ranks.gathers
+        s, ranks, passes = self.s, self.ranks, run.passes
         below = self.alive - passes.kept
+        dense = run.dense.gathered * ranks.gathers
         # Its weights come where they were not on their way already.
-        arriving = gathered * (given > 0) + self.on_the_way
-        self.offer(here, self.alive, arriving, weights=gathered)
-        working = passes.backward - passes.old - s.hidden * given + ahead + self.on_the_way
-        self.offer(here, below + passes.old, working, weights=gathered)
-        # It is through: its gradients are reduced, or added up in fp32 one by one.
-        short = passes.gradients
-        adding = 0.0 if self.accumulated else units.gradients - short * 2 / 3
+        self.offer(here, self.alive, dense * (given > 0) + self.on_the_way, weights=dense)
+        for phase in passes.backward:
+            weights = dense + run.experts.gathered * ranks.gathers * phase.experts
+            working = phase.peak - phase.old - s.hidden * given + ahead + self.on_the_way
+            self.offer(here, below + phase.old, working, weights=weights)
+            if phase.experts:
+                beside = phase.end - phase.old_end - passes.expert_gradients + ahead
+                kept = below + phase.old_end
+                self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
+        self.alive = np.where(here, below, self.alive)
+        self.through(run.dense, here, below, s.hidden + ahead, passes.gradients, 0.0)
+
+    def through(
+        self,
+        unit: _Unit,
+        here: Numbers,
+        kept: Numbers,
+        beside: Numbers,
+        short: Numbers,
+        weights: Numbers,
+    ) -> None:
+        """A unit's gradients are all there: they are reduced, or added up in fp32 one by one."""
+        ranks = self.ranks
+        adding = 0.0 if self.accumulated else unit.gradients - short * 2 / 3
         if self.accumulated and self.moment.last:
             short = short * ranks.reduces  # they have joined the others
-        gone = -units.gathered * ~ranks.gathers * self.moment.last
-        reducing = short + np.where(self.reduces, units.padded, adding) + ahead
-        self.offer(here, below, s.hidden + reducing, weights=gone)
+        gone = -unit.gathered * ~ranks.gathers * self.moment.last
+        reducing = short + np.where(self.reduces, unit.padded, adding)
+        self.offer(here, kept, beside + reducing, weights=weights + gone)
+        self.settle(unit, here * 1)
 
-    def go_through(self, run: _Run, count: Numbers) -> None:
-        """The state after so many layers of a run."""
-        ranks, units = self.ranks, run.units
-        self.alive = self.alive - count * run.passes.kept
+    def settle(self, unit: _Unit, count: Numbers) -> None:
+        """The state after so many units have been reduced or added up."""
+        ranks = self.ranks
         if not self.accumulated:
-            gradients = np.where(self.reduces, units.shard, units.gradients)
+            gradients = np.where(self.reduces, unit.shard, unit.gradients)
         elif self.moment.last:
-            gradients = np.where(ranks.reduces, 0.0, units.shard - units.gradients)
+            gradients = np.where(ranks.reduces, 0.0, unit.shard - unit.gradients)
         else:
             gradients = 0.0
-        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        gone = -unit.gathered * ~ranks.gathers * self.moment.last
         self.state = _add(self.state, gradients=count * gradients, weights=count * gone)
-        reduced = np.where(self.reduces, units.padded, 0.0)
-        self.on_the_way = np.where(count > 0, reduced, self.on_the_way)
+        reduced = np.where(self.reduces, unit.padded, 0.0)
+        self.on_the_way = np.where((count > 0) & (unit.padded > 0), reduced, self.on_the_way)
+
+    def go_through(self, run: _Run, count: Numbers) -> None:
+        """So many layers of a run, unseen."""
+        self.alive = self.alive - count * run.passes.kept
+        self.settle(run.experts, count)
+        self.settle(run.dense, count)
 
     def lookup(self) -> None:
         """The embedding's rows; then what is outside the layers is reduced."""
@@ -563,11 +606,12 @@ def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
     return {kind: size + more.get(kind, 0.0) for kind, size in kinds.items()}
 
 
-def _choose(here: Numbers, yes: Any, no: Any | None) -> Any:
+def _choose(here: Numbers, yes: Any, no: Any) -> Any:
     """`yes` where that holds, else `no`, of two records of numbers."""
-    if no is None:
-        return yes
-    values = {
-        f.name: np.where(here, getattr(yes, f.name), getattr(no, f.name)) for f in fields(yes)
-    }
-    return type(yes)(**values)
+    if isinstance(yes, tuple):
+        return tuple(_choose(here, *pair) for pair in zip(yes, no, strict=True))
+    if is_dataclass(yes):
+        names = [each.name for each in fields(yes)]
+        values = (_choose(here, getattr(yes, name), getattr(no, name)) for name in names)
+        return type(yes)(**dict(zip(names, values, strict=True)))  # pyright: ignore
+    return yes if isinstance(yes, bool) else np.where(here, yes, no)
