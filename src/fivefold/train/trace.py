@@ -298,15 +298,19 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def fsdp_without_values() -> Iterator[None]:
+def fsdp_without_values(wanted: bool = True) -> Iterator[None]:
     """Lets FSDP2 shard and gather parameters on the meta device. It refuses them, so that nobody
     trains without values by mistake, and asks the device of the mesh for buffers and streams; a
     CPU's streams do nothing. (These are private names of torch 2.13.)"""
     with ExitStack() as patches:
         for owner, name, value in (
-            (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
-            (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
-            (torch, "meta", torch.cpu),  # where it looks for the streams of meta
+            ()
+            if not wanted
+            else (
+                (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+                (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
+                (torch, "meta", torch.cpu),  # where it looks for the streams of meta
+            )
         ):
             patches.enter_context(mock.patch.object(owner, name, value, create=True))
         yield

@@ -76,6 +76,13 @@ class Tracker(TorchDispatchMode):
             sums[allocation.kind or "temporary"] += size
         return sums
 
+    def now_by_kind(self) -> dict[str, int]:
+        """Bytes that are alive, of what has been named."""
+        sums = dict.fromkeys((*KINDS, None), 0)
+        for allocation, size in self._alive.items():
+            sums[allocation.kind] += size
+        return {kind: sums[kind] for kind in KINDS}
+
     # What happens
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
