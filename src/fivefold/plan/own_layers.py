@@ -57,7 +57,7 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
         backward.free("out")
         backward.turn()
         backward.take(gradient=sizes.hidden)
-    _Backward(sizes, kind, backward).layer(recompute == "selective")
+    _Backward(sizes, kind, backward).layer(recompute)
     backward.end_phase()
     gradients = backward.alive - sizes.hidden
     experts = sizes.expert_gradients * kind.moe if kind.moe else 0.0
@@ -309,23 +309,26 @@ class _Forward:
         t.pass_by(2 * s.spread_key * s.ulysses)
         t.take(exchanged=s.spread_key * s.ulysses)
         t.free("repeated")
-        plain = 1 - s.ring
         self.ring()
         t.take(
-            direct=s.query * plain * (1 - s.ulysses),
-            result=s.query * plain * s.ulysses,
-            log_sums=s.log_sums + plain * RANDOM_STATE,
+            direct=s.query * self.is_direct,
+            result=s.query * s.ulysses * (1 - s.ring),
+            log_sums=s.log_sums + (1 - s.ring) * RANDOM_STATE,
         )
         t.save("rotated_q", "rotated_k", "v", "exchanged", "direct", "result", "log_sums")
-        t.take(rounded=s.query * s.short * s.ring)
+        t.take(rounded=s.query * s.short * s.ring * s.ulysses)
         if not again:
-            t.take(sorted=s.query * s.ulysses * s.ring)
             t.take(arrived=s.query * s.ulysses)
-            t.free("sorted")
-            t.take(flat=s.query * np.maximum(s.ulysses, s.ring))
+            t.take(flat=s.query * (1 - self.is_direct))
             t.free("arrived")
         t.free("rounded")
         t.leave("log_sums", "exchanged", "ring_result")
+
+    @property
+    def is_direct(self) -> Numbers:
+        """Does the projection read what attention wrote? Not where that is exchanged, or rounded
+        after a ring has added it up in fp32."""
+        return (1 - self.s.ulysses) * (1 - self.s.ring * self.s.short)
 
     def ring(self) -> None:
         """Keys and values are here, and on their way; a block's result joins that of the others in
@@ -334,7 +337,7 @@ class _Forward:
         t.take(kv=2 * s.spread_key * on, travelling=2 * s.spread_key * on)
         t.take(part=s.query * on)
         t.pass_by(2 * s.query * on)  # keys and values for each query head
-        t.take(ring_result=s.fp32(s.query) * on)
+        t.take(ring_result=s.fp32(s.query) * on * (1 - self.is_direct))
         t.save("ring_result")
         t.pass_by((2 * s.query + s.query / 2) * on)
         t.pass_by(s.fp32(s.query) / 2 * on)
@@ -435,13 +438,14 @@ class _Backward:
     def __init__(self, sizes: Sizes, kind: LayerKind, tape: Tape) -> None:
         self.s, self.kind, self.t = sizes, kind, tape
 
-    def layer(self, selective: bool) -> None:
+    def layer(self, recompute: str) -> None:
         if self.kind.moe:
             self.moe()
         else:
             self.mlp("mlp", "")
         self.norm("norm2", "middle")
-        self.attention(selective)
+        self.t.end_phase()
+        self.attention(recompute)
         self.norm("norm1", "x")
 
     def weight(self, name: str) -> None:
@@ -492,12 +496,14 @@ class _Backward:
         self.t.pass_by((3 + s.short) * whole)
         self.t.pass_by(3 * whole + s.short * size)
 
-    def attention(self, selective: bool) -> None:
+    def attention(self, recompute: str) -> None:
         s, t, config = self.s, self.t, self.s.job.config
         self.closing("o_proj", "flat", s.query, "dflat")
-        if selective:
+        if recompute == "selective":
             t.free("direct")
             _Forward(s, self.kind, t).core(again=True)
+        if recompute != "none":  # nothing else holds what was computed again
+            t.cut(ring_result=t.sizes["ring_result"] * s.short)
         t.take(sorted=s.query * s.ulysses)
         t.take(dresult=s.query * s.ulysses)
         t.free("sorted")
@@ -530,11 +536,14 @@ class _Backward:
         keys, fp32_keys = 2 * s.spread_key, 2 * s.fp32(s.spread_key)
         whole = s.query * s.short + s.fp32(s.query)
         inside = s.fp32(s.query) + s.log_sums
-        t.pass_by((whole + 2 * keys + 5 * s.query + inside) * s.ring)
-        # Later blocks are halves; gradients of keys are at home, in the block, and under way.
-        later = whole + keys + fp32_keys + 5.5 * s.query + inside / 2
-        under_way = (keys + 2 * fp32_keys) * (s.layouts.ring > 2)
-        t.pass_by((later + under_way) * s.ring)
+        t.pass_by((whole + 2 * keys + 5 * s.query + np.maximum(inside, keys)) * s.ring)
+        # Later blocks are halves. Gradients of keys are at home, then also in the block before and
+        # under way; keys travel on, but to nobody from the last rank.
+        inside = np.maximum(inside / 2, keys)
+        second = whole + keys + fp32_keys + 5.5 * s.query + inside
+        third = whole + keys + 3 * fp32_keys + 5 * s.query + inside
+        t.pass_by((second + keys * (s.layouts.ring > 2)) * s.ring)
+        t.pass_by((third + keys * (s.layouts.ring > 3)) * (s.layouts.ring > 2))
 
     def moe(self) -> None:
         s, t, moe = self.s, self.t, self.s.moe
@@ -564,8 +573,7 @@ class _Backward:
         self.weight("experts.gate_proj")
         self.weight("experts.up_proj")
         t.free("dgate", "dup", "tokens", "sorted")
-        t.end_phase(experts=True)
-        t.free("expert_gradients")
+        t.end_phase("expert_gradients", experts=True)
         t.pass_by(rows * s.travels + 2 * rows * s.split)
         t.free("drows", "trip", "route")
         t.take(dh=s.hidden)

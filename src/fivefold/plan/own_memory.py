@@ -525,11 +525,14 @@ class _BackwardPass:
         s, ranks, passes = self.s, self.ranks, run.passes
         below = self.alive - passes.kept
         dense = run.dense.gathered * ranks.gathers
-        # Its weights come where they were not on their way already.
-        self.offer(here, self.alive, dense * (given > 0) + self.on_the_way, weights=dense)
+        # Its weights are copied out of the message that brought them.
+        copying = dense + s.hidden * (1 - given) + self.on_the_way
+        self.offer(here, self.alive, copying, weights=dense)
         for phase in passes.backward:
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
-            working = phase.peak - phase.old - s.hidden * given + ahead + self.on_the_way
+            working = phase.peak - phase.old + ahead + self.on_the_way
+            if phase is not passes.backward[-1]:  # which begins with a sum, a tensor of its own
+                working = working - s.hidden * given
             self.offer(here, below + phase.old, working, weights=weights)
             if phase.experts:
                 beside = phase.end - phase.old_end - passes.expert_gradients + ahead

@@ -72,10 +72,11 @@ class Tape:
         self.old_at_peak = np.where(now > self.peak, sum(self._old.values()), self.old_at_peak)
         self.peak = np.maximum(self.peak, now)
 
-    def end_phase(self, experts: bool = False) -> None:
-        """Begin a new phase, with a peak of its own."""
+    def end_phase(self, *gone: str, experts: bool = False) -> None:
+        """Begin a new phase, with a peak of its own, once these have gone."""
         old = sum(self._old.values())
         self.phases.append(Phase(self.peak, self.old_at_peak, self.alive, old, experts))
+        self.free(*gone)
         self.peak, self.old_at_peak = 0.0, 0.0
         self.pass_by()
 
