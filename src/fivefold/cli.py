@@ -36,6 +36,7 @@ app = typer.Typer(
       fivefold layout "tp4 sp pp2 dp8 ep4"
       fivefold train examples/first-run.yaml
       fivefold check examples/first-run.yaml --steps 2
+      fivefold trace llama-3.1-405b --layout "tp8 sp pp16 dp128 zero1 ga16" --seq 8K
     """,
 )
 

@@ -76,9 +76,8 @@ SAME = [
 
 @pytest.mark.parametrize(("model", "text"), SAME, ids=[t for _, t in SAME])
 def test_values_make_no_difference(model: str, text: str) -> None:
-    """In fp32 and without communication that gloo copies for, a CPU takes what a GPU takes, but that
-    its attention takes nothing inside, and a dry run's echo holds on to what it copies a little
-    longer."""
+    """In fp32 and without communication that gloo copies for, a CPU takes what a GPU takes; but its
+    attention takes nothing inside, and a dry run's echo holds on to what it copies a while."""
     config = tiny_dense(num_key_value_heads=12)
     length = 16 * SEQUENCE_LENGTH
     real = peaks(config, text, "fp32", length, real=True)

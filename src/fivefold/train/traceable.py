@@ -13,7 +13,7 @@ from fivefold.plan import planfile
 from fivefold.plan.question import sequence_tokens
 
 PRECISIONS = ("bf16", "fp32")
-USUAL_LENGTH = "4096"
+USUAL_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,20 @@ def read(
     model: str, layout: str | None, sequence_length: str | None, precision: str | None
 ) -> Traceable:
     """The options as typed; what a plan file says, they may replace. UserError for a wrong one."""
-    plan = planfile.load(model) if Path(model).suffix in (".yaml", ".yml") else None
-    if layout is None and plan is None:
+    if Path(model).suffix in (".yaml", ".yml"):
+        plan = planfile.load(model)
+        if plan.mtp:
+            raise UserError(f"{model} trains multi-token prediction, which cannot be run here")
+        config, length, usual = plan.read_model(), plan.sequence_length, plan.precision
+        split = parse(layout) if layout is not None else plan.parsed_layout()
+    elif layout is not None:
+        config, length, usual = read_model(model), USUAL_LENGTH, "bf16"
+        split = parse(layout)
+    else:
         raise UserError('trace needs --layout, such as "tp8 sp pp16 dp128", or a plan file')
-    usual = USUAL_LENGTH if plan is None else str(plan.sequence_length)
-    length = sequence_tokens(sequence_length or usual)
-    precision = precision or ("bf16" if plan is None else plan.precision)
+    if sequence_length is not None:
+        length = sequence_tokens(sequence_length)
+    precision = precision or usual
     if precision not in PRECISIONS:
         raise UserError(f"precision {precision!r} cannot be trained here: bf16 or fp32 can")
-    if plan is not None and plan.mtp:
-        raise UserError("the plan trains multi-token-prediction modules, which cannot be run here")
-    return Traceable(
-        config=read_model(model) if plan is None else plan.read_model(),
-        layout=parse(layout) if layout is not None or plan is None else plan.parsed_layout(),
-        sequence_length=length,
-        precision=precision,
-    )
+    return Traceable(config, split, length, precision)
