@@ -37,6 +37,7 @@ app = typer.Typer(
       fivefold layout "tp4 sp pp2 dp8 ep4"
       fivefold train examples/first-run.yaml
       fivefold check examples/first-run.yaml --steps 2
+      fivefold trace llama-3.1-405b --layout "tp8 sp pp16 dp128 zero1 ga16" --seq 8K
     """,
 )
 
@@ -561,6 +562,66 @@ def calibrate(
     print(done.summary)
     Console(highlight=False).print(calibration_table(done.fits))
     print(f"wrote {done.path}; try: fivefold plan MODEL --cluster {done.path}")
+
+
+@app.command()
+def trace(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name, such as llama-3.1-70b, a config.json or its folder, or a plan file.",
+        ),
+    ],
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="TEXT", help='Such as "tp8 sp pp16 dp128".')
+    ] = None,
+    sequence_length: SequenceOption = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", metavar="NAME", help="bf16 or fp32; bf16.")
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="N", help="This rank; else one for each different stage."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the training program of one rank of any world, with shapes alone, and compare.
+
+    Nothing is computed, sent or allocated: what comes out are the messages and the peak memory of
+    a step, beside what the plan says. The exit code is 0 when they agree, else 1.
+
+    \b
+    Examples:
+      fivefold trace llama-3.1-405b --layout "tp8 sp pp16 dp128 zero1 ga16" --seq 8K
+      fivefold trace llama-3.1-70b --layout "dp512 zero3 ga2" --seq 8K --rank 511 --json
+      fivefold trace plan.yaml
+    """
+    from fivefold.train.traceable import read
+
+    what = read(model, layout, sequence_length, precision)
+
+    from fivefold.train.trace import trace_report
+
+    report = trace_report(what.config, what.layout, what.sequence_length, what.precision, rank)
+    if as_json:
+        _print_json(report)
+    else:
+        from rich.console import Console
+
+        from fivefold.report.tables import ledger_tables, trace_memory_table, trace_notes
+
+        console = Console(highlight=False)
+        rows = [
+            {"pp_rank": each["pp_ranks"][0], **row}
+            for each in report["ranks"]
+            for row in each["ledger"]
+        ]
+        for table in ledger_tables(rows):
+            console.print(table, "")
+        console.print(trace_memory_table(report["ranks"]), "")
+        console.print(*trace_notes(report), sep="\n")
+    raise typer.Exit(0 if report["ok"] else 1)
 
 
 @app.command()

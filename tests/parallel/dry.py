@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data import Samples
 from fivefold.train.runfile import Optimizer
+from fivefold.train.trace import fake_world
 from fivefold.train.trainer import Trainer
+
+__all__ = ["fake_world"]
 
 torch.set_num_threads(1)  # for sizes as tiny as these, threads cost ten times what they save
 
@@ -74,9 +75,15 @@ class RandomTokens:
 TOKENS = RandomTokens()
 
 
-def dry_trainer(config: ModelConfig, layout: Layout, rank: int, precision: str) -> Trainer:
+def dry_trainer(
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    precision: str,
+    sequence_length: int = SEQUENCE_LENGTH,
+) -> Trainer:
     """The trainer of one rank; call inside `fake_world`."""
-    samples = Samples(TOKENS, SEQUENCE_LENGTH, layout.global_batch, seed=0)  # pyright: ignore
+    samples = Samples(TOKENS, sequence_length, layout.global_batch, seed=0)  # pyright: ignore
     return Trainer(
         config,
         layout,
@@ -88,18 +95,3 @@ def dry_trainer(config: ModelConfig, layout: Layout, rank: int, precision: str) 
         recorder=Recorder(dry=True),
         device=torch.device("cpu"),
     )
-
-
-class fake_world:
-    """A default process group of any size in which this process is `rank` and nobody answers."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def __enter__(self) -> None:
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=self.rank, world_size=self.world_size
-        )
-
-    def __exit__(self, *exc: object) -> None:
-        dist.destroy_process_group()

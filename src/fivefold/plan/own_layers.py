@@ -18,7 +18,7 @@ from fivefold.model.weights import layer_weights
 from fivefold.parallel.work import FP32, Work
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers, tokens
-from fivefold.plan.tape import Tape
+from fivefold.plan.tape import Phase, Tape
 
 INT64 = 8
 RANDOM_STATE = 24
@@ -31,16 +31,17 @@ class Passes:
     its input is there, backward from before all that it kept."""
 
     kept: Numbers  # from its forward to its backward pass; its input is a part of that
-    forward: Numbers
-    backward: Numbers
-    old: Numbers  # of what was kept, at the peak of the backward pass
-    gradients: Numbers  # of sharded weights, still there when the backward pass is over
+    forward: tuple[Phase, ...]
+    backward: tuple[Phase, ...]
+    gradients: Numbers  # of sharded weights, as autograd made them
+    expert_gradients: Numbers
 
 
 def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
     """Of one layer that is recomputed so: "none", "selective" or "full"."""
     forward = Tape(saving=recompute != "full")
     _Forward(sizes, kind, forward).layer(recompute == "selective")
+    forward.end_phase()
     kept = forward.alive - sizes.hidden  # but for what it hands on
 
     backward = Tape(saving=True)
@@ -49,15 +50,18 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
         backward.turn()
         backward.take(gradient=sizes.hidden, whole_gradient=sizes.wide * sizes.sp)
         _Forward(sizes, kind, backward).compute(again=True)
+        backward.phases = []
         backward.free("whole_gradient")
     else:
         _Forward(sizes, kind, backward).layer(recompute == "selective")
         backward.free("out")
         backward.turn()
         backward.take(gradient=sizes.hidden)
-    _Backward(sizes, kind, backward).layer(recompute == "selective")
+    _Backward(sizes, kind, backward).layer(recompute)
+    backward.end_phase()
     gradients = backward.alive - sizes.hidden
-    return Passes(kept, forward.peak, backward.peak, backward.old_at_peak, gradients)
+    experts = sizes.expert_gradients * kind.moe if kind.moe else 0.0
+    return Passes(kept, tuple(forward.phases), tuple(backward.phases), gradients, experts)
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,13 @@ class Sizes:
         """Copies that its experts work on, with those that arrived at its tp peers."""
         return self.arrived * self.layouts.etp
 
+    @cached_property
+    def expert_gradients(self) -> Numbers:
+        """Of one layer's experts, where ZeRO shards them."""
+        names = ("gate_proj", "up_proj", "down_proj")
+        elements = sum(self.weight(f"experts.{name}") for name in names)
+        return self.element * elements * self.sharded(expert=True)
+
     def rows(self, count: Numbers) -> Numbers:
         return self.element * self.job.config.hidden_size * count
 
@@ -298,23 +309,26 @@ class _Forward:
         t.pass_by(2 * s.spread_key * s.ulysses)
         t.take(exchanged=s.spread_key * s.ulysses)
         t.free("repeated")
-        plain = 1 - s.ring
         self.ring()
         t.take(
-            direct=s.query * plain * (1 - s.ulysses),
-            result=s.query * plain * s.ulysses,
-            log_sums=s.log_sums + plain * RANDOM_STATE,
+            direct=s.query * self.is_direct,
+            result=s.query * s.ulysses * (1 - s.ring),
+            log_sums=s.log_sums + (1 - s.ring) * RANDOM_STATE,
         )
         t.save("rotated_q", "rotated_k", "v", "exchanged", "direct", "result", "log_sums")
-        t.take(rounded=s.query * s.short * s.ring)
+        t.take(rounded=s.query * s.short * s.ring * s.ulysses)
         if not again:
-            t.take(sorted=s.query * s.ulysses * s.ring)
             t.take(arrived=s.query * s.ulysses)
-            t.free("sorted")
-            t.take(flat=s.query * np.maximum(s.ulysses, s.ring))
+            t.take(flat=s.query * (1 - self.is_direct))
             t.free("arrived")
         t.free("rounded")
         t.leave("log_sums", "exchanged", "ring_result")
+
+    @property
+    def is_direct(self) -> Numbers:
+        """Does the projection read what attention wrote? Not where that is exchanged, or rounded
+        after a ring has added it up in fp32."""
+        return (1 - self.s.ulysses) * (1 - self.s.ring * self.s.short)
 
     def ring(self) -> None:
         """Keys and values are here, and on their way; a block's result joins that of the others in
@@ -323,7 +337,7 @@ class _Forward:
         t.take(kv=2 * s.spread_key * on, travelling=2 * s.spread_key * on)
         t.take(part=s.query * on)
         t.pass_by(2 * s.query * on)  # keys and values for each query head
-        t.take(ring_result=s.fp32(s.query) * on)
+        t.take(ring_result=s.fp32(s.query) * on * (1 - self.is_direct))
         t.save("ring_result")
         t.pass_by((2 * s.query + s.query / 2) * on)
         t.pass_by(s.fp32(s.query) / 2 * on)
@@ -369,11 +383,13 @@ class _Forward:
             t.take(tokens=-s.rows(s.copies) * s.travels)
         t.save("tokens", "sorted", "trip")
         t._saved.add("trip")
+        t.end_phase()
         width = s.expert_width
         t.take(**{"experts.gate": width, "experts.up": width})
         t.take(**{"experts.act": width})
         t.save("experts.gate", "experts.up", "experts.act")
         t.take(experts=s.rows(s.assembled))
+        t.end_phase(experts=True)
         t.leave("experts.gate", "experts.up", "experts.act")
         t.take(unsorted=s.rows(s.assembled) * s.travels, back=INT64 * s.assembled * s.travels)
         t.save("back")
@@ -422,13 +438,14 @@ class _Backward:
     def __init__(self, sizes: Sizes, kind: LayerKind, tape: Tape) -> None:
         self.s, self.kind, self.t = sizes, kind, tape
 
-    def layer(self, selective: bool) -> None:
+    def layer(self, recompute: str) -> None:
         if self.kind.moe:
             self.moe()
         else:
             self.mlp("mlp", "")
         self.norm("norm2", "middle")
-        self.attention(selective)
+        self.t.end_phase()
+        self.attention(recompute)
         self.norm("norm1", "x")
 
     def weight(self, name: str) -> None:
@@ -439,7 +456,7 @@ class _Backward:
         size = s.element * s.weight(name)
         # Products in fp32 are added without a temporary.
         t.pass_by(size * np.where(sharded > 0, 1.0, s.short))
-        t.take(weights=size * sharded)
+        t.take(**{"expert_gradients" if expert else "gradients": size * sharded})
 
     def closing(self, weight: str, operand: str, size: Numbers, result: str) -> None:
         """The product that closes a part."""
@@ -479,12 +496,14 @@ class _Backward:
         self.t.pass_by((3 + s.short) * whole)
         self.t.pass_by(3 * whole + s.short * size)
 
-    def attention(self, selective: bool) -> None:
+    def attention(self, recompute: str) -> None:
         s, t, config = self.s, self.t, self.s.job.config
         self.closing("o_proj", "flat", s.query, "dflat")
-        if selective:
+        if recompute == "selective":
             t.free("direct")
             _Forward(s, self.kind, t).core(again=True)
+        if recompute != "none":  # nothing else holds what was computed again
+            t.cut(ring_result=t.sizes["ring_result"] * s.short)
         t.take(sorted=s.query * s.ulysses)
         t.take(dresult=s.query * s.ulysses)
         t.free("sorted")
@@ -512,10 +531,19 @@ class _Backward:
         if config.num_heads > config.num_kv_heads:
             inside = inside + 2 * s.query
         t.pass_by((results + inside) * (1 - s.ring))
+        # Of a ring: the result in short floats, the query's gradient in fp32; keys and values for
+        # each query head, their gradients, the query's, and what the kernel takes inside.
         keys, fp32_keys = 2 * s.spread_key, 2 * s.fp32(s.spread_key)
-        travelling = 2 * keys + 3 * fp32_keys + s.fp32(s.query) + s.query * s.short
-        block = 2 * s.query + s.query + 2 * s.query + s.fp32(s.query) / 2
-        t.pass_by((travelling + block) * s.ring)
+        whole = s.query * s.short + s.fp32(s.query)
+        inside = s.fp32(s.query) + s.log_sums
+        t.pass_by((whole + 2 * keys + 5 * s.query + np.maximum(inside, keys)) * s.ring)
+        # Later blocks are halves. Gradients of keys are at home, then also in the block before and
+        # under way; keys travel on, but to nobody from the last rank.
+        inside = np.maximum(inside / 2, keys)
+        second = whole + keys + fp32_keys + 5.5 * s.query + inside
+        third = whole + keys + 3 * fp32_keys + 5 * s.query + inside
+        t.pass_by((second + keys * (s.layouts.ring > 2)) * s.ring)
+        t.pass_by((third + keys * (s.layouts.ring > 3)) * (s.layouts.ring > 2))
 
     def moe(self) -> None:
         s, t, moe = self.s, self.t, self.s.moe
@@ -545,7 +573,9 @@ class _Backward:
         self.weight("experts.gate_proj")
         self.weight("experts.up_proj")
         t.free("dgate", "dup", "tokens", "sorted")
-        t.pass_by(rows * s.travels + 2 * rows * s.split)
+        t.end_phase("expert_gradients", experts=True)
+        t.pass_by(rows * s.travels)
+        t.pass_by((rows + s.fp32(s.rows(s.arrived))) * s.split)
         t.free("drows", "trip", "route")
         t.take(dh=s.hidden)
         t.pass_by(copies)

@@ -6,8 +6,8 @@ says, and its weights and gradients come and go as the ZeRO stage says (`paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from fivefold.model.weights import (
     layer_weights,
 )
 from fivefold.parallel.data.memory import after_step
-from fivefold.parallel.pipeline.schedules import build, messages
+from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.work import FP32, Work, layer_range, shard_degree
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers
@@ -104,7 +104,7 @@ def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> 
     if schedule == "1f1b":  # after its warm-up it goes round in the same circle
         circle = pp - rank + 2 if vpp == 1 else 4 * pp
         micro_batches = min(micro_batches, circle)
-    steps = messages(build(schedule, pp, vpp, micro_batches), rank)
+    steps = build(schedule, pp, vpp, micro_batches).steps(rank)
     chunks = sorted({step.action.stage for step in steps})
     held, done = [0] * len(chunks), [0] * len(chunks)
     found = dict[Moment, None]()
@@ -127,7 +127,7 @@ def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> 
         done[chunk] += not forward
         if step.sends is not None:
             leaving = int(not forward)  # what a forward pass sends is its output, which stays
-    return tuple(each for each in found if not any(_surpasses(other, each) for other in found))
+    return tuple(_highest(list(found)))
 
 
 def _moments_of_planned(
@@ -144,15 +144,17 @@ def _moments_of_planned(
     )
 
 
-def _surpasses(other: Moment, each: Moment) -> bool:
-    """Is there at least as much in flight, accumulated and on its way at the other one?"""
-    same = ("forward", "chunk", "last")
-    more = ((*moment.in_flight, *moment.accumulated, moment.messages) for moment in (other, each))
-    return (
-        other != each
-        and all(getattr(other, name) == getattr(each, name) for name in same)
-        and all(a >= b for a, b in zip(*more, strict=True))
-    )
+def _highest(found: list[Moment]) -> Iterator[Moment]:
+    """Without those at which there is no more in flight, accumulated and on its way than at another
+    one of the same chunk and kind."""
+    alike: dict[tuple[bool, int, bool], list[Moment]] = {}
+    for each in found:
+        alike.setdefault((each.forward, each.chunk, each.last), []).append(each)
+    for group in alike.values():
+        there = np.array([(*m.in_flight, *m.accumulated, m.messages) for m in group])
+        for number, each in enumerate(group):
+            if not np.any(np.delete(np.all(there >= there[number], axis=1), number)):
+                yield each
 
 
 # Bytes at a moment
@@ -392,17 +394,38 @@ class _Ranks:
         worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
         for run in self.chunks[chunk]:
             there, passes = run.count > 0, run.passes
-            gathered = run.units.gathered * self.gathers
             # What is gathered last leaves its message behind, until the next one has come.
-            flat = gathers * np.where(
-                run.experts.gathered > 0, run.experts.gathered, run.dense.gathered
-            )
+            dense, experts = run.dense.gathered * gathers, run.experts.gathered * gathers
+            flat = np.where(experts > 0, experts, dense)
             # In the last of these layers.
             kept = alive + (run.count - 1) * passes.kept + s.hidden
-            copying = flat + np.where(run.count > 1, flat, behind)
-            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=copying))
-            working = flat + passes.forward - s.hidden
-            worst.offer(there, _add(state, weights=gathered, activations=kept, temporary=working))
+            copying = dense + np.where(run.count > 1, flat, behind)
+            worst.offer(
+                there,
+                _add(
+                    state,
+                    weights=run.dense.gathered * self.gathers,
+                    activations=kept,
+                    temporary=copying,
+                ),
+            )
+            message = dense
+            for phase in passes.forward:
+                gathered = run.dense.gathered + run.experts.gathered * phase.experts
+                if phase.experts:
+                    message = dense + experts
+                working = message + phase.peak - s.hidden
+                worst.offer(
+                    there,
+                    _add(
+                        state,
+                        weights=gathered * self.gathers,
+                        activations=kept,
+                        temporary=working,
+                    ),
+                )
+                if phase.experts:
+                    message = flat
             alive = alive + run.count * passes.kept
             behind = np.where(there, flat, behind)
         loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
@@ -454,7 +477,7 @@ class _BackwardPass:
         self.state = _add(
             self.state,
             activations=ends,
-            weights=ranks.head_unit(self.chunk).gathered * ranks.gathers,
+            weights=ranks.root(self.chunk).gathered * ranks.gathers * self.last,
         )
         self.head()
         given = 1 - self.last  # is the gradient of a layer's output the stage's?
@@ -468,7 +491,7 @@ class _BackwardPass:
         """Weights that are on their way beside the run that follows run `number`."""
         ahead: Numbers = 0.0
         for run in self.runs[: number + 1]:
-            ahead = np.where(run.count > 0, run.units.gathered, ahead)
+            ahead = np.where(run.count > 0, run.dense.gathered, ahead)
         return ahead * self.ranks.gathers
 
     def head(self) -> None:
@@ -488,7 +511,7 @@ class _BackwardPass:
     def layers(self, run: _Run, given: Numbers, before: Numbers) -> None:
         """From the last to the first: of those that are alike the last two and the first."""
         ranks, through = self.ranks, np.zeros_like(run.count)
-        own = run.units.gathered * ranks.gathers
+        own = run.dense.gathered * ranks.gathers
         for number in (0, 1, 2):
             target = np.where(number < 2, number, run.count - 1)
             here = (target < run.count) & ((number < 2) | (run.count > 2))
@@ -496,41 +519,66 @@ class _BackwardPass:
             through = np.where(here, target, through)
             ahead = np.where(target < run.count - 1, own, before)
             self.layer(run, here, given if number == 0 else 0.0 * given, ahead)
-            self.go_through(run, here * 1)
             through = through + here
 
     def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
-        s, ranks, units, passes = self.s, self.ranks, run.units, run.passes
-        gathered = units.gathered * ranks.gathers
+        s, ranks, passes = self.s, self.ranks, run.passes
         below = self.alive - passes.kept
-        # Its weights come where they were not on their way already.
-        arriving = gathered * (given > 0) + self.on_the_way
-        self.offer(here, self.alive, arriving, weights=gathered)
-        working = passes.backward - passes.old - s.hidden * given + ahead + self.on_the_way
-        self.offer(here, below + passes.old, working, weights=gathered)
-        # It is through: its gradients are reduced, or added up in fp32 one by one.
-        short = passes.gradients
-        adding = 0.0 if self.accumulated else units.gradients - short * 2 / 3
+        dense = run.dense.gathered * ranks.gathers
+        # Its weights are copied out of the message that brought them.
+        copying = dense + s.hidden * (1 - given) + self.on_the_way
+        self.offer(here, self.alive, copying, weights=dense)
+        for phase in passes.backward:
+            weights = dense + run.experts.gathered * ranks.gathers * phase.experts
+            working = phase.peak - phase.old + ahead + self.on_the_way
+            if phase is not passes.backward[-1]:  # which begins with a sum, a tensor of its own
+                working = working - s.hidden * given
+            self.offer(here, below + phase.old, working, weights=weights)
+            if phase.experts:
+                beside = phase.end - phase.old_end - passes.expert_gradients + ahead
+                kept = below + phase.old_end
+                self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
+        self.alive = np.where(here, below, self.alive)
+        self.through(run.dense, here, below, s.hidden + ahead, passes.gradients, 0.0)
+
+    def through(
+        self,
+        unit: _Unit,
+        here: Numbers,
+        kept: Numbers,
+        beside: Numbers,
+        short: Numbers,
+        weights: Numbers,
+    ) -> None:
+        """A unit's gradients are all there: they are reduced, or added up in fp32 one by one."""
+        ranks = self.ranks
+        adding = 0.0 if self.accumulated else unit.gradients - short * 2 / 3
         if self.accumulated and self.moment.last:
             short = short * ranks.reduces  # they have joined the others
-        gone = -units.gathered * ~ranks.gathers * self.moment.last
-        reducing = short + np.where(self.reduces, units.padded, adding) + ahead
-        self.offer(here, below, s.hidden + reducing, weights=gone)
+        gone = -unit.gathered * ~ranks.gathers * self.moment.last
+        reducing = short + np.where(self.reduces, unit.padded, adding)
+        self.offer(here, kept, beside + reducing, weights=weights + gone)
+        self.settle(unit, here * 1)
 
-    def go_through(self, run: _Run, count: Numbers) -> None:
-        """The state after so many layers of a run."""
-        ranks, units = self.ranks, run.units
-        self.alive = self.alive - count * run.passes.kept
+    def settle(self, unit: _Unit, count: Numbers) -> None:
+        """The state after so many units have been reduced or added up."""
+        ranks = self.ranks
         if not self.accumulated:
-            gradients = np.where(self.reduces, units.shard, units.gradients)
+            gradients = np.where(self.reduces, unit.shard, unit.gradients)
         elif self.moment.last:
-            gradients = np.where(ranks.reduces, 0.0, units.shard - units.gradients)
+            gradients = np.where(ranks.reduces, 0.0, unit.shard - unit.gradients)
         else:
             gradients = 0.0
-        gone = -units.gathered * ~ranks.gathers * self.moment.last
+        gone = -unit.gathered * ~ranks.gathers * self.moment.last
         self.state = _add(self.state, gradients=count * gradients, weights=count * gone)
-        reduced = np.where(self.reduces, units.padded, 0.0)
-        self.on_the_way = np.where(count > 0, reduced, self.on_the_way)
+        reduced = np.where(self.reduces, unit.padded, 0.0)
+        self.on_the_way = np.where((count > 0) & (unit.padded > 0), reduced, self.on_the_way)
+
+    def go_through(self, run: _Run, count: Numbers) -> None:
+        """So many layers of a run, unseen."""
+        self.alive = self.alive - count * run.passes.kept
+        self.settle(run.experts, count)
+        self.settle(run.dense, count)
 
     def lookup(self) -> None:
         """The embedding's rows; then what is outside the layers is reduced."""
@@ -561,11 +609,12 @@ def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
     return {kind: size + more.get(kind, 0.0) for kind, size in kinds.items()}
 
 
-def _choose(here: Numbers, yes: Any, no: Any | None) -> Any:
+def _choose(here: Numbers, yes: Any, no: Any) -> Any:
     """`yes` where that holds, else `no`, of two records of numbers."""
-    if no is None:
-        return yes
-    values = {
-        f.name: np.where(here, getattr(yes, f.name), getattr(no, f.name)) for f in fields(yes)
-    }
-    return type(yes)(**values)
+    if isinstance(yes, tuple):
+        return tuple(_choose(here, *pair) for pair in zip(yes, no, strict=True))
+    if is_dataclass(yes):
+        names = [each.name for each in fields(yes)]
+        values = (_choose(here, getattr(yes, name), getattr(no, name)) for name in names)
+        return type(yes)(**dict(zip(names, values, strict=True)))  # pyright: ignore
+    return yes if isinstance(yes, bool) else np.where(here, yes, no)

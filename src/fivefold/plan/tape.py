@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fivefold.plan.operations import Numbers
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a pass; bytes above what was there before the pass."""
+
+    peak: Numbers
+    old: Numbers  # of what the forward pass left behind, at the peak of the backward pass
+    end: Numbers  # alive when it is over
+    old_end: Numbers  # of that, what the forward pass left
+    experts: bool  # does it need the experts' weights?
 
 
 class Tape:
@@ -18,6 +31,7 @@ class Tape:
         self.alive: Numbers = 0.0
         self.peak: Numbers = 0.0
         self.old_at_peak: Numbers = 0.0
+        self.phases: list[Phase] = []
         self._saved: set[str] = set()
         self._old: dict[str, Numbers] = {}
 
@@ -58,8 +72,16 @@ class Tape:
         self.old_at_peak = np.where(now > self.peak, sum(self._old.values()), self.old_at_peak)
         self.peak = np.maximum(self.peak, now)
 
+    def end_phase(self, *gone: str, experts: bool = False) -> None:
+        """Begin a new phase, with a peak of its own, once these have gone."""
+        old = sum(self._old.values())
+        self.phases.append(Phase(self.peak, self.old_at_peak, self.alive, old, experts))
+        self.free(*gone)
+        self.peak, self.old_at_peak = 0.0, 0.0
+        self.pass_by()
+
     def turn(self) -> None:
         """The forward pass is over: all there is is old now, and the peak to come counts."""
-        self._old = dict(self.sizes)
+        self._old, self.phases = dict(self.sizes), []
         self.peak, self.old_at_peak = 0.0, 0.0
         self.pass_by()

@@ -168,6 +168,52 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def trace_memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """What ranks hold at their peak, by kind; `ranks` as of `train.trace.trace_report`."""
+    table = _table("memory of a rank at its peak")
+    table.add_column("pp", justify="right")
+    table.add_column("what")
+    for column in ("predicted", "traced", "difference"):
+        table.add_column(column, justify="right")
+    for rank in ranks:
+        for row in rank["memory"]:
+            difference = row["predicted_bytes"] - row["measured_bytes"]
+            table.add_row(
+                _span(rank["pp_ranks"]) if row["kind"] == "weights" else "",
+                row["kind"],
+                format_bytes(row["predicted_bytes"]),
+                format_bytes(row["measured_bytes"]),
+                f"{difference / rank['memory'][-1]['measured_bytes']:+.2%}",
+                style="" if row["agrees"] else "bold red",
+                end_section=row["kind"] == "all",
+            )
+    return table
+
+
+def trace_notes(report: Mapping[str, Any]) -> list[str]:
+    """Where the peaks are, and what came out."""
+    notes = [f"pp {_span(rank['pp_ranks'])}: {rank['moment']}" for rank in report["ranks"]]
+    if report["ok"]:
+        notes.append(
+            f"{report['layout']}, {report['world_size']:,} ranks: sends as planned, to the byte, "
+            "and takes as much memory."
+        )
+    else:
+        notes.append(f"[bold red]{report['layout']}: not as planned.[/]")
+    return notes
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """`1-14`, or `1, 3-5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
+
+
 def check_report_notes(report: Mapping[str, Any]) -> list[str]:
     """How it was compared, and what came out, a sentence each."""
     optimizer = report["optimizer"]

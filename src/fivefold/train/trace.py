@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,11 +20,20 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fivefold.cluster.cluster import load_cluster
+from fivefold.errors import UserError
+from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout
+from fivefold.layout.ranks import coordinates, groups
 from fivefold.ledger import Ledger
-from fivefold.model.config import ModelConfig
+from fivefold.model.config import ModelConfig, require_trainable
 from fivefold.parallel.comm import Recorder
+from fivefold.parallel.cost import ledger
 from fivefold.parallel.pipeline.schedules import Action
+from fivefold.parallel.work import rank_work
+from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.memory import stage_memory
+from fivefold.train.check import ledger_rows
 from fivefold.train.data.samples import Batch
 from fivefold.train.memory import holdings
 from fivefold.train.runfile import Optimizer
@@ -34,6 +44,10 @@ META = torch.device("meta")
 LEARNING_RATE = 1e-3  # any will do
 
 
+AGREES = 0.03
+"""The largest difference of the peak from the plan's, as a part of it."""
+
+
 @dataclass(frozen=True)
 class Traced:
     """One rank's step."""
@@ -42,6 +56,115 @@ class Traced:
     ledger: Ledger
     peak: dict[str, int]  # bytes by kind, see `tracker.KINDS`
     moment: str  # of the peak
+
+
+def trace_report(
+    config: ModelConfig, layout: Layout, sequence_length: int, precision: str, rank: int | None
+) -> dict[str, Any]:
+    """One rank, or one for each part in the pipeline, traced and held against the plan: plain data.
+
+    Raises UserError for what cannot be run.
+    """
+    require_trainable(config)
+    check(layout, config, sequence_length)
+    _refuse_odd_rows(config, layout, precision)
+    if rank is not None and not 0 <= rank < layout.world_size:
+        raise UserError(f"--rank {rank} is not one of the {layout.world_size:,} ranks from 0 on")
+    if rank is None:
+        parts = parts_in_pipeline(config, layout, sequence_length, precision)
+    else:
+        parts = {rank: [coordinates(layout, rank)["pp"]]}
+    planned = stage_memory(_job(config, layout, sequence_length, precision), layout)
+    ranks = []
+    for each, pp_ranks in parts.items():
+        traced = trace(config, layout, sequence_length, precision, each)
+        predicted = ledger(config, layout, sequence_length, each, precision)
+        memory = _memory_rows(planned[pp_ranks[0]], traced.peak)
+        ranks.append(
+            {
+                "rank": each,
+                "pp_ranks": pp_ranks,
+                "ledger": ledger_rows(predicted, traced.ledger),
+                "ledger_agrees": predicted == traced.ledger,
+                "memory": memory,
+                "memory_agrees": memory[-1]["agrees"],
+                "moment": traced.moment,
+            }
+        )
+    return {
+        "layout": str(layout),
+        "world_size": layout.world_size,
+        "global_batch": layout.global_batch,
+        "sequence_length": sequence_length,
+        "precision": precision,
+        "ranks": ranks,
+        "ok": all(each["ledger_agrees"] and each["memory_agrees"] for each in ranks),
+    }
+
+
+def parts_in_pipeline(
+    config: ModelConfig, layout: Layout, sequence_length: int, precision: str
+) -> dict[int, list[int]]:
+    """Ranks that hold different layers: of each the first in its stage, and the pipeline ranks that
+    hold the same. The first of these has most micro-batches in flight."""
+    parts: dict[Any, list[int]] = {}
+    pipeline = groups(layout, "pp")[0] if layout.pp > 1 else [0]
+    for pp_rank, rank in enumerate(pipeline):
+        works = rank_work(config, layout, sequence_length, int(rank), precision)
+        held = [
+            (
+                [(kind, int(count)) for kind, count in work.layers],
+                [int(count) for count in work.recomputed],
+                bool(work.first),
+                bool(work.last),
+            )
+            for work in works
+        ]
+        parts.setdefault(repr(held), []).append(pp_rank)
+    return {int(pipeline[pp_ranks[0]]): pp_ranks for pp_ranks in parts.values()}
+
+
+def _job(config: ModelConfig, layout: Layout, sequence_length: int, precision: str) -> Job:
+    """What the plan is asked about; the cluster has no part in the memory of tensors."""
+    cluster = load_cluster("dgx-h100", -(-layout.world_size // 8) * 8)
+    batch = layout.global_batch
+    return Job(config, cluster, sequence_length, batch, precision, ENGINES["fivefold"])
+
+
+def _memory_rows(planned: dict[str, float], peak: dict[str, int]) -> list[dict[str, Any]]:
+    """Predicted beside measured, by kind and in all. (The plan shows logits apart, and calls what
+    is temporary buffers.)"""
+    predicted = {
+        "weights": planned["weights"],
+        "gradients": planned["gradients"],
+        "optimizer": planned["optimizer"],
+        "activations": planned["activations"] + planned["logits"],
+        "temporary": planned["buffers"],
+    }
+    predicted["all"] = sum(predicted.values())
+    measured = {**peak, "all": sum(peak.values())}
+    return [
+        {
+            "kind": kind,
+            "predicted_bytes": size,
+            "measured_bytes": measured[kind],
+            "agrees": abs(size - measured[kind]) <= AGREES * measured["all"],
+        }
+        for kind, size in predicted.items()
+    ]
+
+
+def _refuse_odd_rows(config: ModelConfig, layout: Layout, precision: str) -> None:
+    """A GPU's grouped product reads rows of 16 bytes."""
+    if config.moe is None or precision != "bf16":
+        return
+    width = config.moe.expert_intermediate_size // layout.etp
+    for what, size in (("hidden_size", config.hidden_size), ("an expert's width here", width)):
+        if size % 8:
+            raise UserError(
+                f"{what} is {size}, and a GPU multiplies experts in bf16 only where rows are a "
+                f"multiple of 16 bytes: {size // 8 * 8 or 8} or {-(-size // 8) * 8} would do"
+            )
 
 
 class Shapes:
@@ -175,15 +298,19 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def fsdp_without_values() -> Iterator[None]:
+def fsdp_without_values(wanted: bool = True) -> Iterator[None]:
     """Lets FSDP2 shard and gather parameters on the meta device. It refuses them, so that nobody
     trains without values by mistake, and asks the device of the mesh for buffers and streams; a
     CPU's streams do nothing. (These are private names of torch 2.13.)"""
     with ExitStack() as patches:
         for owner, name, value in (
-            (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
-            (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
-            (torch, "meta", torch.cpu),  # where it looks for the streams of meta
+            ()
+            if not wanted
+            else (
+                (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+                (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
+                (torch, "meta", torch.cpu),  # where it looks for the streams of meta
+            )
         ):
             patches.enter_context(mock.patch.object(owner, name, value, create=True))
         yield

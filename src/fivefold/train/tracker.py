@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -71,14 +72,22 @@ class Tracker(TorchDispatchMode):
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes at the peak, in all of `KINDS`."""
         self._keep_peak()
-        sums = dict.fromkeys(KINDS, 0)
+        sums: dict[str, int] = dict.fromkeys(KINDS, 0)
         for allocation, size in self._at_peak.items():
             sums[allocation.kind or "temporary"] += size
         return sums
 
+    def now_by_kind(self) -> dict[str, int]:
+        """Bytes that are alive, of what has been named."""
+        sums: dict[str, int] = dict.fromkeys(KINDS, 0)
+        for allocation, size in self._alive.items():
+            if allocation.kind is not None:
+                sums[allocation.kind] += size
+        return sums
+
     # What happens
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # it comes back with the local tensors
         func = IN_PLACE.get(func, func)
@@ -97,19 +106,20 @@ class Tracker(TorchDispatchMode):
         return out
 
     def __enter__(self):
-        self._resize = torch.UntypedStorage.resize_
-        tracker = self
+        unwatched = torch.UntypedStorage.resize_
 
-        def resize(storage, size):
-            result = tracker._resize(storage, size)
-            tracker._resized(storage)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = unwatched(storage, size)
+            self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # FSDP2 frees and allocates its copies by it
+        # FSDP2 frees and allocates its copies by it, and no dispatch shows that.
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *exc):
-        torch.UntypedStorage.resize_ = self._resize
+        self._patch.stop()
         return super().__exit__(*exc)
 
     def _see(self, tensor: Tensor, func: Any) -> None:
