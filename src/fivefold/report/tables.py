@@ -170,7 +170,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def trace_memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     """What ranks hold at their peak, by kind; `ranks` as of `train.trace.trace_report`."""
-    table = _table("memory of a rank at its peak")
+    table = plain_table("memory of a rank at its peak")
     table.add_column("pp", justify="right")
     table.add_column("what")
     for column in ("predicted", "traced", "difference"):
