@@ -48,7 +48,9 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
     if recompute == "full":
         backward.take(x=sizes.hidden)
         backward.turn()
-        backward.take(gradient=sizes.hidden, whole_gradient=sizes.wide * sizes.sp)
+        # The gradient is gathered before anything asks for what was not kept; not for experts.
+        gathered = sizes.wide * sizes.sp * (not kind.moe)
+        backward.take(gradient=sizes.hidden, whole_gradient=gathered)
         _Forward(sizes, kind, backward).compute(again=True)
         backward.phases = []
         backward.free("whole_gradient")
@@ -351,7 +353,9 @@ class _Forward:
         t.free("gathered")
         t.take(**{f"{name}.act": width})
         t.save(f"{name}.gate", f"{name}.up", f"{name}.act")
-        if not again:
+        if again:
+            t.pass_by(s.wide)  # an autograd function saves its operands when it is through
+        else:
             t.take(partial=s.wide * s.sp, **{f"{name}.y": s.hidden})
             t.free("partial")
         t.leave(f"{name}.gate", f"{name}.up", f"{name}.act")

@@ -95,6 +95,11 @@ class Moment:
     last: bool  # is this the chunk's last backward pass?
     messages: int  # hidden states that have arrived for the next pass, or leave still
 
+    @property
+    def starts(self) -> bool:
+        """Is it the first micro-batch of the chunk?"""
+        return self.in_flight[self.chunk] == 1 and not self.accumulated[self.chunk]
+
 
 @lru_cache(maxsize=4096)
 def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
@@ -147,9 +152,10 @@ def _moments_of_planned(
 def _highest(found: list[Moment]) -> Iterator[Moment]:
     """Without those at which there is no more in flight, accumulated and on its way than at another
     one of the same chunk and kind."""
-    alike: dict[tuple[bool, int, bool], list[Moment]] = {}
+    alike: dict[tuple[bool, ...], list[Moment]] = {}
     for each in found:
-        alike.setdefault((each.forward, each.chunk, each.last), []).append(each)
+        key = (each.forward, each.chunk, each.last, each.forward and each.starts)
+        alike.setdefault(key, []).append(each)
     for group in alike.values():
         there = np.array([(*m.in_flight, *m.accumulated, m.messages) for m in group])
         for number, each in enumerate(group):
@@ -201,6 +207,7 @@ class _Run:
     """Layers of a chunk that are alike and follow each other."""
 
     count: Numbers
+    recomputed: bool
     passes: Passes
     dense: _Unit
     experts: _Unit
@@ -237,7 +244,8 @@ class _Ranks:
             for first, last, recomputed in parts:
                 count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
                 if np.any(count):
-                    runs.append(_Run(count, self._passes(kind, recomputed), *self._units(kind)))
+                    passes = self._passes(kind, recomputed)
+                    runs.append(_Run(count, recomputed, passes, *self._units(kind)))
         return runs
 
     def _passes(self, kind: LayerKind, recomputed: bool) -> Passes:
@@ -385,8 +393,7 @@ class _Ranks:
         state = self.between(moment)
         root, first, last = self.root(chunk), self.first(chunk), self.last(chunk)
         # Weights are gathered for each forward pass, or for the first one of a step.
-        starts = moment.in_flight[chunk] == 1 and not moment.accumulated[chunk]
-        gathers = self.gathers | starts
+        gathers = self.gathers | moment.starts
         state["weights"] = state["weights"] + root.gathered * self.gathers
         alive = first * self.lookup_kept
         behind = root.gathered * gathers  # what the last gather left behind
@@ -553,10 +560,13 @@ class _BackwardPass:
         """A unit's gradients are all there: they are reduced, or added up in fp32 one by one."""
         ranks = self.ranks
         adding = 0.0 if self.accumulated else unit.gradients - short * 2 / 3
-        if self.accumulated and self.moment.last:
-            short = short * ranks.reduces  # they have joined the others
         gone = -unit.gathered * ~ranks.gathers * self.moment.last
-        reducing = short + np.where(self.reduces, unit.padded, adding)
+        # They are copied into one message; all but the last are gone when the result is made.
+        beside_message = np.maximum(short, unit.shard + short / 3)
+        if self.accumulated:  # under ZeRO 1 they have joined the others, and go with them
+            beside_message = beside_message * ranks.reduces
+        message = unit.padded + beside_message
+        reducing = np.where(self.reduces, message, short + adding)
         self.offer(here, kept, beside + reducing, weights=weights + gone)
         self.settle(unit, here * 1)
 
