@@ -204,7 +204,7 @@ class _Lookup(torch.autograd.Function):
             total.index_add_(0, ids.flatten(), rows.flatten(0, 1).to(total.dtype))
             return [None if main_grad is not None else total]
 
-        return None, weight_gradients([p], of_rows)[0], None, None
+        return None, None, weight_gradients([p], of_rows)[0], None
 
 
 class Embedding(nn.Module):

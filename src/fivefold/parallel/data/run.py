@@ -182,7 +182,7 @@ class DataParallel:
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AllGather(axis))
         module.set_custom_reduce_scatter(_ReduceScatter(axis, self._reduction))
-        if mesh.device_type == "cpu":  # elsewhere FSDP2 has streams for it
+        if local_tensor(next(module.parameters())).is_cpu:  # elsewhere FSDP2 has streams for it
             module._set_unshard_async_op(True)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -414,7 +414,7 @@ class _ReduceScatter(ReduceScatter):
     ) -> None:
         pending = comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor)
         self.reduction.start(pending, self)
-        if input_tensor.is_cuda:
+        if not input_tensor.is_cpu:
             self.reduction.wait()  # of the stream that FSDP2 has for it, not of the host
 
     def add(self, reduced: Tensor) -> None:
