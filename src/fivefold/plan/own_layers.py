@@ -35,10 +35,12 @@ class Passes:
     backward: tuple[Phase, ...]
     gradients: Numbers  # of sharded weights, as autograd made them
     expert_gradients: Numbers
+    put_off: Numbers  # from the backward pass for the input to that for the weights
 
 
-def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
-    """Of one layer that is recomputed so: "none", "selective" or "full"."""
+def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str, split: bool = False) -> Passes:
+    """Of one layer that is recomputed so: "none", "selective" or "full". With `split` the backward
+    pass is that for the input alone."""
     forward = Tape(saving=recompute != "full")
     _Forward(sizes, kind, forward).layer(recompute == "selective")
     forward.end_phase()
@@ -59,11 +61,12 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str) -> Passes:
         backward.free("out")
         backward.turn()
         backward.take(gradient=sizes.hidden)
-    _Backward(sizes, kind, backward).layer(recompute)
+    _Backward(sizes, kind, backward, split).layer(recompute)
     backward.end_phase()
-    gradients = backward.alive - sizes.hidden
-    experts = sizes.expert_gradients * kind.moe if kind.moe else 0.0
-    return Passes(kept, tuple(forward.phases), tuple(backward.phases), gradients, experts)
+    left = backward.alive - sizes.hidden
+    gradients, put_off = (0.0, left) if split else (left, 0.0)
+    experts = sizes.expert_gradients * kind.moe if kind.moe and not split else 0.0
+    return Passes(kept, tuple(forward.phases), tuple(backward.phases), gradients, experts, put_off)
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,17 @@ class Sizes:
             for kind in kinds
             for weight in layer_weights(self.job.config, kind)
         }
+
+    def largest_product(self, moe: bool) -> Numbers:
+        """Of a gradient of one of a layer's weights, a tensor of its own where that is short."""
+        largest: Numbers = 0.0
+        for name, elements in self._weights.items():
+            expert = name.startswith("experts.")
+            if expert and not moe:
+                continue
+            own = np.where(self.sharded(expert) > 0, 1.0, self.short)
+            largest = np.maximum(largest, self.element * elements * own)
+        return largest
 
     def sharded(self, expert: bool) -> Numbers:
         """Does FSDP2 hold such weights, and their gradients until a layer is through?"""
@@ -437,10 +451,19 @@ class _Forward:
 
 
 class _Backward:
-    """The backward pass of one layer: from `gradient` to that of its input, of the same name."""
+    """The backward pass of one layer: from `gradient` to that of its input, of the same name.
 
-    def __init__(self, sizes: Sizes, kind: LayerKind, tape: Tape) -> None:
-        self.s, self.kind, self.t = sizes, kind, tape
+    Where it is `split`, products for the weights are put off, and keep what they multiply."""
+
+    def __init__(self, sizes: Sizes, kind: LayerKind, tape: Tape, split: bool) -> None:
+        self.s, self.kind, self.t, self.split = sizes, kind, tape, split
+
+    def free_operands(self, *names: str) -> None:
+        """What products for the weights have multiplied, or are going to."""
+        if self.split:
+            self.t.keep(*names)
+        else:
+            self.t.free(*names)
 
     def layer(self, recompute: str) -> None:
         if self.kind.moe:
@@ -454,6 +477,8 @@ class _Backward:
 
     def weight(self, name: str) -> None:
         """Of a weight: a product that is added to a buffer, or that FSDP2 gets."""
+        if self.split:
+            return
         s, t = self.s, self.t
         expert = name.startswith("experts.")
         sharded = s.sharded(expert)
@@ -467,15 +492,17 @@ class _Backward:
         s, t = self.s, self.t
         t.take(gathered=s.wide * s.sp, **{result: size})
         self.weight(weight)
-        t.free("gathered", operand)
+        self.free_operands("gathered", operand)
 
     def opening(self, weights: list[str], gradients: list[str]) -> None:
         """Products that share an input, whose gradient is dh."""
         s, t = self.s, self.t
-        t.take(partial=s.wide * s.sp, gathered=s.wide * s.sp, dh=s.hidden)
+        gathered = 0.0 if self.split else s.wide * s.sp
+        t.take(partial=s.wide * s.sp, gathered=gathered, dh=s.hidden)
         for weight in weights:
             self.weight(weight)
-        t.free("partial", "gathered", *gradients)
+        t.free("partial", "gathered")
+        self.free_operands(*gradients)
 
     def mlp(self, name: str, prefix: str) -> None:
         t = self.t
@@ -489,11 +516,20 @@ class _Backward:
     def norm(self, name: str, operand: str) -> None:
         """From dh to a gradient that is added to the one that passed by."""
         s, t = self.s, self.t
-        t.free(f"{name}.out")
+        self.free_operands(f"{name}.out")
         self.norm_passes(s.hidden)
         t.free(f"{name}.scale", operand)
         t.pass_by(s.hidden)
         t.free("dh")
+        if self.split and (name == "norm1" or self.closes_mlp):
+            # The product that closed the part has multiplied the gradient that came in.
+            t.take(closing=s.hidden * (1 - s.sp))
+            t.keep("closing")
+
+    @property
+    def closes_mlp(self) -> bool:
+        """Is there a dense product at the end of the layer?"""
+        return not self.kind.moe or self.s.moe.shared_intermediate_size > 0
 
     def norm_passes(self, size: Numbers) -> None:
         s, whole = self.s, self.s.fp32(size)
@@ -503,6 +539,9 @@ class _Backward:
     def attention(self, recompute: str) -> None:
         s, t, config = self.s, self.t, self.s.job.config
         self.closing("o_proj", "flat", s.query, "dflat")
+        if self.split:
+            t.keep("direct")
+            t.take(direct=0.0)
         if recompute == "selective":
             t.free("direct")
             _Forward(s, self.kind, t).core(again=True)
@@ -568,7 +607,8 @@ class _Backward:
         width = s.expert_width
         t.take(dact=width)
         self.weight("experts.down_proj")
-        t.free("dhome", "dassembled", "dexperts", "experts.act", "back")
+        self.free_operands("dhome", "dexperts", "experts.act")
+        t.free("dassembled", "back")
         t.pass_by(2 * width)
         t.take(dgate=width, dup=width)
         t.free("dact", "experts.gate", "experts.up")
@@ -576,11 +616,14 @@ class _Backward:
         t.take(drows=rows)
         self.weight("experts.gate_proj")
         self.weight("experts.up_proj")
-        t.free("dgate", "dup", "tokens", "sorted")
-        t.end_phase("expert_gradients", experts=True)
+        self.free_operands("dgate", "dup", "tokens", "sorted")
+        t.end_phase(*([] if self.split else ["expert_gradients"]), experts=True)
         t.pass_by(rows * s.travels)
         t.pass_by((rows + s.fp32(s.rows(s.arrived))) * s.split)
         t.free("drows", "trip", "route")
+        if self.split:  # the router's product, and the tokens where they are a part of norm2.out
+            t.take(router=s.element * s.routed * moe.num_experts)
+            t.keep("router")
         t.take(dh=s.hidden)
         t.pass_by(copies)
         if moe.shared_intermediate_size:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout.many import Layouts
-from fivefold.layout.notation import SCHEDULES
+from fivefold.layout.actions import is_table_file
+from fivefold.layout.notation import PLANNED_SCHEDULES
 from fivefold.layout.stages import chunk_stage, chunks_a_rank
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.weights import (
@@ -27,6 +28,7 @@ from fivefold.model.weights import (
 )
 from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.pipeline.schedules import build
+from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.work import FP32, Work, layer_range, shard_degree
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers
@@ -43,7 +45,11 @@ def own_memory(job: Job, layouts: Layouts, rank: Numbers, work: Work) -> dict[st
     for row, members in _alike(layouts, ranks).items():
         part = layouts.take(members)
         those = _Ranks(
-            job, part, ranks[members], replace(work, layout=part, **_taken(work, members))
+            job,
+            part,
+            ranks[members],
+            replace(work, layout=part, **_taken(work, members)),
+            any(moment.kind in "IW" for moment in row),
         )
         worst = _Worst(len(members))
         for moment in row:
@@ -88,51 +94,70 @@ COUNTS = ("chunks", "sends_on", "sends_back", "first", "last")
 class Moment:
     """When a rank of a pipeline begins a pass."""
 
-    forward: bool
+    kind: str  # of the pass: F, B, I or W
     chunk: int
     in_flight: tuple[int, ...]  # micro-batches that it holds of each chunk, this one included
-    accumulated: tuple[bool, ...]  # has a chunk been through a backward pass?
-    last: bool  # is this the chunk's last backward pass?
+    put_off: tuple[int, ...]  # those whose weight gradients are still to come, this one included
+    accumulated: tuple[bool, ...]  # does a chunk have gradients of weights?
+    finished: tuple[bool, ...]  # and from all micro-batches?
+    last: bool  # is this the chunk's last pass for its weights?
     messages: int  # hidden states that have arrived for the next pass, or leave still
 
     @property
     def starts(self) -> bool:
         """Is it the first micro-batch of the chunk?"""
-        return self.in_flight[self.chunk] == 1 and not self.accumulated[self.chunk]
+        return self.is_new(self.chunk) and self.in_flight[self.chunk] == 1
+
+    def is_new(self, chunk: int) -> bool:
+        return not self.accumulated[chunk] and not self.put_off[chunk]
+
+    def is_gathered(self, chunk: int) -> bool:
+        """Has the chunk been gathered for this step, where that is done once?"""
+        begun = self.in_flight[chunk] > 0 or not self.is_new(chunk)
+        return begun and not self.finished[chunk]
 
 
 @lru_cache(maxsize=4096)
 def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """The moments of one step, but for those that another one surpasses."""
-    if schedule not in SCHEDULES:
+    if schedule in PLANNED_SCHEDULES:
         return _moments_of_planned(schedule, pp, vpp, micro_batches, rank)
     if schedule == "1f1b":  # after its warm-up it goes round in the same circle
         circle = pp - rank + 2 if vpp == 1 else 4 * pp
         micro_batches = min(micro_batches, circle)
-    steps = build(schedule, pp, vpp, micro_batches).steps(rank)
+    elif schedule not in ("gpipe", "bfs") and not is_table_file(schedule):
+        micro_batches = min(micro_batches, 6 * pp)
+    table = build(schedule, pp, vpp, micro_batches)
+    return tuple(_highest(_moments_of(table, rank)))
+
+
+def _moments_of(table: Schedule, rank: int) -> list[Moment]:
+    steps = table.steps(rank)
     chunks = sorted({step.action.stage for step in steps})
-    held, done = [0] * len(chunks), [0] * len(chunks)
+    held, put_off, done = ([0] * len(chunks) for _ in range(3))
     found = dict[Moment, None]()
     leaving = 0
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        chunk = chunks.index(step.action.stage)
-        forward = step.action.kind == "F"
-        held[chunk] += forward
+        kind, chunk = step.action.kind, chunks.index(step.action.stage)
+        held[chunk] += kind == "F"
         arriving = following is not None and following.receives is not None
         moment = Moment(
-            forward,
+            kind,
             chunk,
             tuple(held),
+            tuple(put_off),
             tuple(count > 0 for count in done),
-            not forward and done[chunk] == micro_batches - 1,
+            tuple(count == table.micro_batches for count in done),
+            kind in "BW" and done[chunk] == table.micro_batches - 1,
             arriving + leaving,
         )
         found[moment] = None
-        held[chunk] -= not forward
-        done[chunk] += not forward
+        held[chunk] -= kind in "BI"
+        put_off[chunk] += (kind == "I") - (kind == "W")
+        done[chunk] += kind in "BW"
         if step.sends is not None:
-            leaving = int(not forward)  # what a forward pass sends is its output, which stays
-    return tuple(_highest(list(found)))
+            leaving = int(kind != "F")  # what a forward pass sends is its output, which stays
+    return list(found)
 
 
 def _moments_of_planned(
@@ -142,25 +167,33 @@ def _moments_of_planned(
     chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
     held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
     each = (max(1, -(-held // chunks)),) * chunks
+    none, yes, no = (0,) * chunks, (True,) * chunks, (False,) * chunks
     return tuple(
-        Moment(forward, chunk, each, (True,) * chunks, False, 1)
-        for forward in (True, False)
+        Moment(kind, chunk, each, none, yes, no, False, 1)
+        for kind in "FB"
         for chunk in range(chunks)
     )
 
 
 def _highest(found: list[Moment]) -> Iterator[Moment]:
-    """Without those at which there is no more in flight, accumulated and on its way than at another
-    one of the same chunk and kind."""
-    alike: dict[tuple[bool, ...], list[Moment]] = {}
+    """Without those at which there is no more in flight, put off, accumulated and on its way than
+    at another one of the same chunk and kind."""
+    alike: dict[tuple[Any, ...], list[Moment]] = {}
     for each in found:
-        key = (each.forward, each.chunk, each.last, each.forward and each.starts)
+        key = (each.kind, each.chunk, each.last, each.kind == "F" and each.starts)
         alike.setdefault(key, []).append(each)
     for group in alike.values():
-        there = np.array([(*m.in_flight, *m.accumulated, m.messages) for m in group])
+        there = np.array([_figures(moment) for moment in group])
         for number, each in enumerate(group):
             if not np.any(np.delete(np.all(there >= there[number], axis=1), number)):
                 yield each
+
+
+def _figures(moment: Moment) -> tuple[int, ...]:
+    unfinished = tuple(not each for each in moment.finished)
+    gathered = tuple(moment.is_gathered(chunk) for chunk in range(len(unfinished)))
+    states = (*moment.accumulated, *unfinished, *gathered)
+    return (*moment.in_flight, *moment.put_off, *states, moment.messages)
 
 
 # Bytes at a moment
@@ -209,6 +242,7 @@ class _Run:
     count: Numbers
     recomputed: bool
     passes: Passes
+    split: Passes  # with backward passes in two parts
     dense: _Unit
     experts: _Unit
 
@@ -220,16 +254,21 @@ class _Run:
 class _Ranks:
     """One pipeline rank of each of n layouts, which go through the same moments."""
 
-    def __init__(self, job: Job, layouts: Layouts, rank: Numbers, work: Work) -> None:
+    def __init__(
+        self, job: Job, layouts: Layouts, rank: Numbers, work: Work, splits: bool
+    ) -> None:
+        """`splits`: are there backward passes in two parts?"""
         self.job, self.layouts, self.rank, self.work = job, layouts, rank, work
         self.sizes = Sizes(job, layouts, work)
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
+        self.splits = splits
         self.chunks = [
             self._runs(chunk) for chunk in range(int(chunks_a_rank(layouts).max(initial=1)))
         ]
         self.wholes = [self.whole(chunk) for chunk in range(len(self.chunks))]
         self.keeps = [self.kept(chunk) for chunk in range(len(self.chunks))]
+        self.puts_off = [self.put_off(chunk) for chunk in range(len(self.chunks))]
 
     # What there is
 
@@ -244,24 +283,27 @@ class _Ranks:
             for first, last, recomputed in parts:
                 count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
                 if np.any(count):
-                    passes = self._passes(kind, recomputed)
-                    runs.append(_Run(count, recomputed, passes, *self._units(kind)))
+                    passes = self._passes(kind, recomputed, split=False)
+                    split = self._passes(kind, recomputed, self.splits)
+                    runs.append(_Run(count, recomputed, passes, split, *self._units(kind)))
         return runs
 
-    def _passes(self, kind: LayerKind, recomputed: bool) -> Passes:
-        if (kind, recomputed) not in self._known:
+    def _passes(self, kind: LayerKind, recomputed: bool, split: bool) -> Passes:
+        key = (kind, recomputed, split)
+        if key not in self._known:
             if recomputed:
-                passes = layer_passes(self.sizes, kind, "full")
+                passes = layer_passes(self.sizes, kind, "full", split)
             else:
-                passes = layer_passes(self.sizes, kind, "none")
+                passes = layer_passes(self.sizes, kind, "none", split)
                 selective = self.layouts.recompute == "selective"
                 if np.any(selective):
-                    passes = _choose(selective, layer_passes(self.sizes, kind, "selective"), passes)
-            self._known[kind, recomputed] = passes
-        return self._known[kind, recomputed]
+                    those = layer_passes(self.sizes, kind, "selective", split)
+                    passes = _choose(selective, those, passes)
+            self._known[key] = passes
+        return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[LayerKind, bool], Passes]:
+    def _known(self) -> dict[tuple[LayerKind, bool, bool], Passes]:
         return {}
 
     def _units(self, kind: LayerKind) -> tuple[_Unit, _Unit]:
@@ -295,6 +337,12 @@ class _Ranks:
     def last(self, chunk: int) -> Numbers:
         return (self.stage(chunk) == self.layouts.stages - 1) * 1.0
 
+    def turns(self, chunk: int) -> Numbers:
+        """Is its input the output of another chunk here?"""
+        chunks = range(int(chunks_a_rank(self.layouts).max(initial=1)))
+        before = self.stage(chunk) - 1
+        return sum((self.stage(other) == before) * 1.0 for other in chunks) * (before >= 0)
+
     def root(self, chunk: int) -> _Unit:
         """What is outside the layers."""
         return self.lookup_unit(chunk) + self.head_unit(chunk)
@@ -319,9 +367,24 @@ class _Ranks:
 
     def kept(self, chunk: int) -> Numbers:
         """Between its passes through a chunk."""
-        total = self.first(chunk) * self.lookup_kept
+        total = self.first(chunk) * self.lookup_kept - self.turns(chunk) * self.sizes.hidden
         total = total + np.where(self.last(chunk), self.head_kept, self.sizes.hidden)
         return total + sum(run.count * run.passes.kept for run in self.chunks[chunk])
+
+    def put_off(self, chunk: int) -> Numbers:
+        """Between its backward pass for the input and that for the weights."""
+        total = self.last(chunk) * self.head_put_off + self.first(chunk) * self.lookup_put_off
+        return total + sum(run.count * run.split.put_off for run in self.chunks[chunk])
+
+    @property
+    def head_put_off(self) -> Numbers:
+        """The head's input and the gradient of logits."""
+        return self.sizes.hidden + self.logits
+
+    @property
+    def lookup_put_off(self) -> Numbers:
+        """The gradient of the embedding's rows."""
+        return np.where(self.sizes.sp > 0, self.sizes.wide, self.sizes.hidden) + self.lookup_kept
 
     @property
     def lookup_kept(self) -> Numbers:
@@ -370,21 +433,26 @@ class _Ranks:
     def between(self, moment: Moment) -> dict[str, Numbers]:
         """As a pass begins, with what ZeRO has gathered and accumulated in all chunks."""
         state = dict(self.base)
-        for chunk, held in enumerate(moment.in_flight):
-            unit, accumulated = self.wholes[chunk], moment.accumulated[chunk]
-            if held:
+        for chunk, unit in enumerate(self.wholes[: len(moment.in_flight)]):
+            if moment.is_gathered(chunk):
                 state["weights"] = state["weights"] + unit.gathered * ~self.gathers
-            if accumulated:
-                whole = np.where(self.reduces, unit.shard, unit.gradients)
+            if moment.accumulated[chunk]:
+                reduced = self.reduces | moment.finished[chunk]
+                whole = np.where(reduced, unit.shard, unit.gradients)
                 state["gradients"] = state["gradients"] + whole
         resident = self.inputs + self.sizes.hidden * moment.messages
         for chunk, held in enumerate(moment.in_flight):
-            resident = resident + (held - (chunk == moment.chunk)) * self.keeps[chunk]
+            passing = chunk == moment.chunk
+            others = held - (passing and moment.kind != "W")
+            left = moment.put_off[chunk] - (passing and moment.kind == "W")
+            resident = resident + others * self.keeps[chunk] + left * self.puts_off[chunk]
         return {**state, "activations": resident, "temporary": 0.0}
 
     def pass_through(self, moment: Moment, worst: _Worst) -> None:
-        if moment.forward:
+        if moment.kind == "F":
             self._forward(moment, worst)
+        elif moment.kind == "W":
+            _WeightPass(self, moment, worst).run()
         else:
             _BackwardPass(self, moment, worst).run()
 
@@ -416,12 +484,14 @@ class _Ranks:
                     temporary=copying,
                 ),
             )
+            # Beside it the next layer's are on their way, where they are not there already.
+            coming = dense * self.gathers * (run.count > 1)
             message = dense
             for phase in passes.forward:
                 gathered = run.dense.gathered + run.experts.gathered * phase.experts
                 if phase.experts:
                     message = dense + experts
-                working = message + phase.peak - s.hidden
+                working = message + coming + phase.peak - s.hidden
                 worst.offer(
                     there,
                     _add(
@@ -464,6 +534,7 @@ class _BackwardPass:
         self.state = ranks.between(moment)
         self.runs = ranks.chunks[self.chunk]
         self.last, self.first = ranks.last(self.chunk), ranks.first(self.chunk)
+        self.splits = moment.kind == "I"
         self.accumulated = moment.accumulated[self.chunk]
         self.reduces = ranks.reduces | moment.last
         self.matrix = self.s.element * ranks.columns * ranks.job.config.hidden_size
@@ -498,7 +569,7 @@ class _BackwardPass:
         """Weights that are on their way beside the run that follows run `number`."""
         ahead: Numbers = 0.0
         for run in self.runs[: number + 1]:
-            ahead = np.where(run.count > 0, run.dense.gathered, ahead)
+            ahead = np.where(run.count > 0, run.units.gathered, ahead)
         return ahead * self.ranks.gathers
 
     def head(self) -> None:
@@ -509,16 +580,26 @@ class _BackwardPass:
         self.alive = self.alive - self.last * ranks.head_kept
         sharded = ranks.head_unit(self.chunk).gathered > 0
         product = ranks.logits + 2 * s.sp * s.wide + s.hidden + ahead
-        product = product + self.matrix * np.where(sharded, 1.0, s.short)
+        if self.splits:
+            product = product - s.sp * s.wide
+        else:
+            product = product + self.matrix * np.where(sharded, 1.0, s.short)
         self.offer(here, self.alive + 2 * s.hidden + FP32 * s.held, product)
-        self.outside = self.matrix * sharded * self.last
+        if self.splits:
+            self.leave(self.last * ranks.head_put_off)
+        else:
+            self.outside = self.matrix * sharded * self.last
         norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
         self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
+
+    def leave(self, size: Numbers) -> None:
+        """What the pass for the weights will need."""
+        self.state = _add(self.state, activations=size)
 
     def layers(self, run: _Run, given: Numbers, before: Numbers) -> None:
         """From the last to the first: of those that are alike the last two and the first."""
         ranks, through = self.ranks, np.zeros_like(run.count)
-        own = run.dense.gathered * ranks.gathers
+        own = run.units.gathered * ranks.gathers
         for number in (0, 1, 2):
             target = np.where(number < 2, number, run.count - 1)
             here = (target < run.count) & ((number < 2) | (run.count > 2))
@@ -529,11 +610,12 @@ class _BackwardPass:
             through = through + here
 
     def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
-        s, ranks, passes = self.s, self.ranks, run.passes
+        s, ranks = self.s, self.ranks
+        passes = run.split if self.splits else run.passes
         below = self.alive - passes.kept
         dense = run.dense.gathered * ranks.gathers
         # Its weights are copied out of the message that brought them.
-        copying = dense + s.hidden * (1 - given) + self.on_the_way
+        copying = run.units.gathered * ranks.gathers + s.hidden * (1 - given) + self.on_the_way
         self.offer(here, self.alive, copying, weights=dense)
         for phase in passes.backward:
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
@@ -541,11 +623,14 @@ class _BackwardPass:
             if phase is not passes.backward[-1]:  # which begins with a sum, a tensor of its own
                 working = working - s.hidden * given
             self.offer(here, below + phase.old, working, weights=weights)
-            if phase.experts:
+            if phase.experts and not self.splits:
                 beside = phase.end - phase.old_end - passes.expert_gradients + ahead
                 kept = below + phase.old_end
                 self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
         self.alive = np.where(here, below, self.alive)
+        if self.splits:
+            self.leave(here * passes.put_off)
+            return
         self.through(run.dense, here, below, s.hidden + ahead, passes.gradients, 0.0)
 
     def through(
@@ -587,11 +672,16 @@ class _BackwardPass:
     def go_through(self, run: _Run, count: Numbers) -> None:
         """So many layers of a run, unseen."""
         self.alive = self.alive - count * run.passes.kept
+        if self.splits:
+            self.leave(count * run.split.put_off)
+            return
         self.settle(run.experts, count)
         self.settle(run.dense, count)
 
     def lookup(self) -> None:
         """The embedding's rows; then what is outside the layers is reduced."""
+        if self.splits:
+            return
         s, ranks, root = self.s, self.ranks, self.ranks.root(self.chunk)
         sharded = ranks.lookup_unit(self.chunk).gathered > 0
         rows = s.hidden + s.wide * s.sp + s.wide * (ranks.layouts.tp > 1)
@@ -600,6 +690,49 @@ class _BackwardPass:
         self.offer(self.first > 0, self.alive, rows + matrix + self.on_the_way)
         adding = 0.0 if self.accumulated else root.gradients
         self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
+
+
+class _WeightPass:
+    """The products for the weights that a backward pass of a chunk has put off, in the order in
+    which it came to them: first the head's."""
+
+    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
+        self.ranks, self.moment, self.worst = ranks, moment, worst
+        self.state = ranks.between(moment)
+        self.reduces = ranks.reduces | moment.last
+        self.accumulated = moment.accumulated[moment.chunk]
+
+    def run(self) -> None:
+        s, ranks, chunk = self.ranks.sizes, self.ranks, self.moment.chunk
+        left, last = ranks.puts_off[chunk], ranks.last(chunk)
+        gathered = s.wide * s.sp
+        matrix = s.element * ranks.columns * ranks.job.config.hidden_size
+        sharded = ranks.root(chunk).gathered > 0
+        made: Numbers = 0.0  # gradients that FSDP2 is to reduce or add up when all are there
+        product = matrix * np.where(sharded, 1.0, s.short)
+        self.offer(last > 0, left, gathered + product)
+        left, made = left - last * ranks.head_put_off, made + last * matrix * sharded
+        for run in reversed(ranks.chunks[chunk]):
+            there = run.count > 0
+            largest = s.largest_product(run.experts is not NO_UNIT)
+            self.offer(there, left, gathered + made + largest)
+            left = left - run.count * run.split.put_off
+            made = made + run.count * run.units.gradients * (s.element / FP32)
+            self.offer(there, left + run.split.put_off, made)
+        first = ranks.first(chunk)
+        rows = s.wide * (ranks.layouts.tp > 1) + s.fp32(s.wide) * s.short * ~sharded
+        self.offer(first > 0, left, made + rows + matrix * sharded)
+        made = made + first * matrix * sharded * (1 - last)
+        self.join(ranks.root(chunk), made)
+
+    def join(self, unit: _Unit, made: Numbers) -> None:
+        """What is outside the layers goes first to the others' gradients."""
+        adding = 0.0 if self.accumulated else unit.gradients
+        self.offer(True, 0.0, made + np.where(self.reduces, unit.padded + unit.shard, adding))
+
+    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers) -> None:
+        kinds = _add(self.state, activations=activations, temporary=temporary)
+        self.worst.offer(here, kinds)
 
 
 @lru_cache(maxsize=64)

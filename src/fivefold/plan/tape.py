@@ -58,6 +58,16 @@ class Tape:
             self._saved.discard(name)
             self._old.pop(name, None)
 
+    def keep(self, *names: str) -> None:
+        """Their variables go, but something put off holds on to these: from now on they have names
+        of their own."""
+        for name in names:
+            for sizes in (self.sizes, self._old):
+                if name in sizes:
+                    kept = f"put off: {name}"
+                    sizes[kept] = sizes.get(kept, 0.0) + sizes.pop(name)
+            self._saved.discard(name)
+
     def cut(self, **sizes: Numbers) -> None:
         """Of these so much goes, in layouts that do not have them so long."""
         for name, size in sizes.items():

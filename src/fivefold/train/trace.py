@@ -44,6 +44,13 @@ META = torch.device("meta")
 LEARNING_RATE = 1e-3  # any will do
 
 
+PASSES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward (inputs)",
+    "W": "backward (weights)",
+}
+
 AGREES = 0.03
 """The largest difference of the peak from the plan's, as a part of it."""
 
@@ -221,6 +228,7 @@ def watch_step(trainer: Trainer, tracker: Tracker) -> None:
     for stage in trainer.stages.values():
         for name, _ in stage.named_parameters():
             trainer.optimizer.state(name)  # a step but the first finds its moments there
+    trainer.optimizer.update_copies()
     doing = _Doing(trainer, tracker)
     doing.settle()
     trainer.pipeline.before = doing.begin
@@ -247,8 +255,7 @@ class _Doing:
 
     def begin(self, action: Action) -> None:
         self.settle()
-        word = "forward" if action.kind == "F" else "backward"
-        self.action = f"{word} of micro-batch {action.micro_batch}, stage {action.stage}"
+        self.action = f"{PASSES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
         self.tracker.doing = self.action
 
     def end(self) -> None:
