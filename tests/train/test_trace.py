@@ -78,6 +78,18 @@ MODELS = {
 }
 
 
+SCHEDULES = (
+    ("1f1b", 1),
+    ("1f1b", 2),
+    ("gpipe", 1),
+    ("bfs", 2),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+)
+"""With the stages of a rank, on two ranks; the models have four layers."""
+
+
 @st.composite
 def traced_layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, int, str]:
     """A model, a legal layout for it, a sequence length and a precision."""
@@ -86,7 +98,7 @@ def traced_layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, in
     length = draw(st.sampled_from((384, 1536)))
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     tp, pp = pick(1, 1, 2, 3, 4), pick(1, 1, 2, 4)
-    vpp = pick(1, 1, 2) if pp == 2 else 1
+    schedule, vpp = pick(*SCHEDULES) if pp == 2 else (pick("1f1b", "1f1b", "gpipe", "zb-h1"), 1)
     recompute = pick("none", "none", "selective", "full")
     layout = Layout(
         tp=tp,
@@ -104,7 +116,7 @@ def traced_layouts(draw: st.DrawFn, largest_world: int) -> tuple[str, Layout, in
         accumulation=pick(1, 2, 3, 4, 8),
         recompute=recompute,
         recompute_layers=pick(0, 0, 1, 3) if recompute == "full" else 0,
-        schedule=pick("1f1b", "1f1b", "gpipe") if vpp == 1 else "1f1b",
+        schedule=schedule if pp > 1 else "1f1b",
     )
     assume(layout.world_size <= largest_world)
     assume(not legality.violations(layout, MODELS[name], length))
@@ -131,6 +143,24 @@ def test_any_legal_layout_is_as_planned(drawn: tuple[str, Layout, int, str]) -> 
 def test_many_legal_layouts_are_as_planned(drawn: tuple[str, Layout, int, str]) -> None:
     name, layout, length, precision = drawn
     assert_as_planned(trace_report(MODELS[name], layout, length, precision, None))
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("model", ["tied", "shared expert"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp4 tp2 sp schedule=zb-h1 ga8",
+        "pp2 dp2 zero1 schedule=zb-h1 ga4 recompute=full",
+        "pp2 vpp2 tp2 schedule=zb-v ga6",
+        "pp2 vpp2 dp2 zero2 schedule=dualpipe-v ga6",
+        "pp2 vpp2 dp2 zero3 schedule=bfs ga4",
+    ],
+)
+def test_schedules_of_all_kinds_take_what_is_planned(model: str, text: str) -> None:
+    assert_as_planned(trace_report(MODELS[model], parse(text), 384, "bf16", None))
 
 
 # Field cases

@@ -82,6 +82,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
+        x = x.detach()  # whose graph would keep the stage's input for products that are put off
         entry, count, parameters = ctx.entry, ctx.count, ctx.parameters
         rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = pending = None

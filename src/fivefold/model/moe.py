@@ -100,6 +100,7 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
+        x = x.detach()  # whose graph would keep the stage's input for products that are put off
         dx = grouped_product(grads[0], weights[0], ctx.counts)
         for g, w in zip(grads[1:], weights[1:], strict=True):
             dx += grouped_product(g, w, ctx.counts)
