@@ -209,6 +209,7 @@ class MoE(nn.Module):
         travelling = self.exchange.dispatch(rows, counts)
         shared = self._shared(x)  # beside the rows' way
         rows, local_counts, state = self.exchange.arrive(travelling)
+        del travelling  # the rows as they left
         rows = self.exchange.combine(self.experts(rows, local_counts), state)
         chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)
         y = (chosen * weights.to(chosen.dtype).unsqueeze(-1)).sum(1)

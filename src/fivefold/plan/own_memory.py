@@ -692,47 +692,44 @@ class _BackwardPass:
         self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
 
 
-class _WeightPass:
+class _WeightPass(_BackwardPass):
     """The products for the weights that a backward pass of a chunk has put off, in the order in
-    which it came to them: first the head's."""
-
-    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
-        self.ranks, self.moment, self.worst = ranks, moment, worst
-        self.state = ranks.between(moment)
-        self.reduces = ranks.reduces | moment.last
-        self.accumulated = moment.accumulated[moment.chunk]
+    which it came to them: first the head's. What FSDP2 shards is reduced when all are there."""
 
     def run(self) -> None:
-        s, ranks, chunk = self.ranks.sizes, self.ranks, self.moment.chunk
-        left, last = ranks.puts_off[chunk], ranks.last(chunk)
+        s, ranks, chunk = self.s, self.ranks, self.chunk
+        left, made = ranks.puts_off[chunk], 0.0
         gathered = s.wide * s.sp
-        matrix = s.element * ranks.columns * ranks.job.config.hidden_size
         sharded = ranks.root(chunk).gathered > 0
-        made: Numbers = 0.0  # gradients that FSDP2 is to reduce or add up when all are there
-        product = matrix * np.where(sharded, 1.0, s.short)
-        self.offer(last > 0, left, gathered + product)
-        left, made = left - last * ranks.head_put_off, made + last * matrix * sharded
-        for run in reversed(ranks.chunks[chunk]):
-            there = run.count > 0
+        own = self.matrix * np.where(sharded, 1.0, s.short)
+        self.offer(self.last > 0, left, gathered + own)
+        left = left - self.last * ranks.head_put_off
+        made = made + self.last * self.matrix * sharded
+        for run in reversed(self.runs):
             largest = s.largest_product(run.experts is not NO_UNIT)
-            self.offer(there, left, gathered + made + largest)
+            self.offer(run.count > 0, left, gathered + made + largest)
             left = left - run.count * run.split.put_off
-            made = made + run.count * run.units.gradients * (s.element / FP32)
-            self.offer(there, left + run.split.put_off, made)
-        first = ranks.first(chunk)
+            made = made + run.count * self.short(run.units)
+            self.offer(run.count > 0, left + run.split.put_off, made)
         rows = s.wide * (ranks.layouts.tp > 1) + s.fp32(s.wide) * s.short * ~sharded
-        self.offer(first > 0, left, made + rows + matrix * sharded)
-        made = made + first * matrix * sharded * (1 - last)
-        self.join(ranks.root(chunk), made)
+        self.offer(self.first > 0, left, made + rows + self.matrix * sharded)
+        made = made + self.first * self.matrix * sharded * (1 - self.last)
+        self.reduce(made)
 
-    def join(self, unit: _Unit, made: Numbers) -> None:
-        """What is outside the layers goes first to the others' gradients."""
-        adding = 0.0 if self.accumulated else unit.gradients
-        self.offer(True, 0.0, made + np.where(self.reduces, unit.padded + unit.shard, adding))
+    def reduce(self, made: Numbers) -> None:
+        """Each unit in its turn, what is outside the layers first."""
+        units = [(self.ranks.root(self.chunk), np.ones_like(self.last))]
+        for run in reversed(self.runs):
+            units += [(run.dense, run.count), (run.experts, run.count)]
+        for unit, count in units:
+            here = (count > 0) & (unit.padded > 0)
+            self.through(unit, here, 0.0, made - self.short(unit), self.short(unit), 0.0)
+            self.settle(unit, count - here)
+            made = made - count * self.short(unit)
 
-    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers) -> None:
-        kinds = _add(self.state, activations=activations, temporary=temporary)
-        self.worst.offer(here, kinds)
+    def short(self, unit: _Unit) -> Numbers:
+        """Its gradients as autograd gets them."""
+        return unit.gradients * (self.s.element / FP32)
 
 
 @lru_cache(maxsize=64)
