@@ -420,9 +420,11 @@ class _Forward:
         t.take(unsorted=-s.rows(s.assembled) * (1 - s.split) * s.crosses)
         t.take(chosen=s.rows(s.copies))
         t.save("chosen")
-        if not again:
-            t.take(weighted=s.rows(s.copies), **{"moe.y": s.hidden})
-            t.free("weighted")
+        t.take(weighted=s.rows(s.copies), **{"moe.y": s.hidden})
+        t.free("weighted")  # then comes the balance loss, the last that a backward pass needs
+        if again:
+            t.free("moe.y")
+        else:
             t.pass_by(s.wide * (1 - s.sp) * (s.layouts.tp > 1))
         t.leave("tokens", "sorted", "chosen", "back", "route")
         t.free("experts", "unsorted", "received", "home")
