@@ -251,8 +251,10 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
-        kinds["reserve"] = reserve_bytes(self.layouts)
+        # Neither is on a CPU, where no allocator caches for a device and gloo talks.
+        device = self.job.cluster.cores is None
+        kinds["overhead"] = FRAGMENTATION * sum(kinds.values()) * device
+        kinds["reserve"] = reserve_bytes(self.layouts) * device
         return kinds
 
     def own_program(self) -> dict[str, Numbers]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.layout.many import Layouts
 from fivefold.layout.actions import is_table_file
+from fivefold.layout.many import Layouts
 from fivefold.layout.notation import PLANNED_SCHEDULES
 from fivefold.layout.stages import chunk_stage, chunks_a_rank
 from fivefold.model.config import LayerKind, ModelConfig
@@ -254,18 +254,19 @@ class _Run:
 class _Ranks:
     """One pipeline rank of each of n layouts, which go through the same moments."""
 
-    def __init__(
-        self, job: Job, layouts: Layouts, rank: Numbers, work: Work, splits: bool
-    ) -> None:
+    def __init__(self, job: Job, layouts: Layouts, rank: Numbers, work: Work, splits: bool) -> None:
         """`splits`: are there backward passes in two parts?"""
         self.job, self.layouts, self.rank, self.work = job, layouts, rank, work
         self.sizes = Sizes(job, layouts, work)
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
         self.splits = splits
-        self.chunks = [
-            self._runs(chunk) for chunk in range(int(chunks_a_rank(layouts).max(initial=1)))
-        ]
+        chunks = range(int(chunks_a_rank(layouts).max(initial=1)))
+        self.stages = [chunk_stage(layouts, rank, chunk) for chunk in chunks]
+        self.lookups = [self._lookup_unit(chunk) for chunk in chunks]
+        self.heads = [self._head_unit(chunk) for chunk in chunks]
+        self.roots = [self.lookups[chunk] + self.heads[chunk] for chunk in chunks]
+        self.chunks = [self._runs(chunk) for chunk in chunks]
         self.wholes = [self.whole(chunk) for chunk in range(len(self.chunks))]
         self.keeps = [self.kept(chunk) for chunk in range(len(self.chunks))]
         self.puts_off = [self.put_off(chunk) for chunk in range(len(self.chunks))]
@@ -329,7 +330,7 @@ class _Ranks:
         return total
 
     def stage(self, chunk: int) -> Numbers:
-        return chunk_stage(self.layouts, self.rank, chunk)
+        return self.stages[chunk]
 
     def first(self, chunk: int) -> Numbers:
         return (self.stage(chunk) == 0) * 1.0
@@ -339,18 +340,17 @@ class _Ranks:
 
     def turns(self, chunk: int) -> Numbers:
         """Is its input the output of another chunk here?"""
-        chunks = range(int(chunks_a_rank(self.layouts).max(initial=1)))
         before = self.stage(chunk) - 1
-        return sum((self.stage(other) == before) * 1.0 for other in chunks) * (before >= 0)
+        return sum((stage == before) * 1.0 for stage in self.stages) * (before >= 0)
 
     def root(self, chunk: int) -> _Unit:
         """What is outside the layers."""
-        return self.lookup_unit(chunk) + self.head_unit(chunk)
+        return self.roots[chunk]
 
-    def lookup_unit(self, chunk: int) -> _Unit:
+    def _lookup_unit(self, chunk: int) -> _Unit:
         return self._unit(embedding_weights(self.job.config)).times(self.first(chunk))
 
-    def head_unit(self, chunk: int) -> _Unit:
+    def _head_unit(self, chunk: int) -> _Unit:
         unit = self._unit(head_weights(self.job.config))
         if self.job.config.tied_embeddings:
             apart = self.layouts.stages > 1
@@ -575,10 +575,12 @@ class _BackwardPass:
     def head(self) -> None:
         """The loss, the head's product with the gradients of logits, input and matrix, the norm."""
         s, ranks, here = self.s, self.ranks, self.last > 0
+        if not np.any(here):
+            return
         ahead = self.prefetched(len(self.runs) - 1)
         self.offer(here, self.alive, s.short * ranks.logits + ahead)
         self.alive = self.alive - self.last * ranks.head_kept
-        sharded = ranks.head_unit(self.chunk).gathered > 0
+        sharded = ranks.heads[self.chunk].gathered > 0
         product = ranks.logits + 2 * s.sp * s.wide + s.hidden + ahead
         if self.splits:
             product = product - s.sp * s.wide
@@ -603,6 +605,8 @@ class _BackwardPass:
         for number in (0, 1, 2):
             target = np.where(number < 2, number, run.count - 1)
             here = (target < run.count) & ((number < 2) | (run.count > 2))
+            if not np.any(here):
+                continue
             self.go_through(run, np.where(here, target - through, 0))
             through = np.where(here, target, through)
             ahead = np.where(target < run.count - 1, own, before)
@@ -683,7 +687,7 @@ class _BackwardPass:
         if self.splits:
             return
         s, ranks, root = self.s, self.ranks, self.ranks.root(self.chunk)
-        sharded = ranks.lookup_unit(self.chunk).gathered > 0
+        sharded = ranks.lookups[self.chunk].gathered > 0
         rows = s.hidden + s.wide * s.sp + s.wide * (ranks.layouts.tp > 1)
         rows = rows + s.fp32(s.wide) * s.short * ~sharded
         matrix = self.matrix * sharded * self.first

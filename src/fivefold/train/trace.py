@@ -255,7 +255,9 @@ class _Doing:
 
     def begin(self, action: Action) -> None:
         self.settle()
-        self.action = f"{PASSES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
+        self.action = (
+            f"{PASSES[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
+        )
         self.tracker.doing = self.action
 
     def end(self) -> None:
