@@ -17,3 +17,12 @@ settings.load_profile("fivefold")
 def no_worker_outlives_its_test() -> Iterator[None]:
     yield
     assert multiprocessing.active_children() == []
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_measured_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whether it was does not show in a test."""
+    nowhere = tmp_path_factory.getbasetemp() / "not-measured.yaml"
+    monkeypatch.setattr("fivefold.train.beside.here_path", lambda: nowhere)

@@ -126,3 +126,22 @@ def test_a_search_finds_the_same_best_layout_as_looking_at_each():
     again = simulate(asked, [each.layout for each in best])
     assert np.argmin([each.step_s for each in again]) == 0
     assert best[0].step_time_s == pytest.approx(again[0].step_s)
+
+
+@pytest.mark.parametrize("text", ["ga64", "dp2 ga64", "pp4 ga64", "pp2 vpp2 dp2 ga64"])
+def test_a_long_step_goes_on_at_the_pace_of_its_first_rounds(text):
+    layout = parse(text)
+    asked = job(layout.world_size, layout.global_batch)
+    [found] = simulate(asked, [layout])
+    rows, stages = found.stages.by_stage(), found.stages
+    table = build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
+    waits = {kind: [0.0] * layout.stages for kind in "FBIW"}
+    roles = [stages.time.ranks[stages.role_of(stage % layout.pp)] for stage in range(layout.stages)]
+    for stage, role in enumerate(roles):
+        waits["F"][stage] = float(np.ravel(role.waits.forward)[0]) / layout.vpp
+        waits["B"][stage] = float(np.ravel(role.waits.backward)[0]) / layout.vpp
+    send = float(np.ravel(stages.time.ranks["middle"].send)[0])
+    whole = simulate_shared(
+        table, {"F": rows[0], "B": rows[1]}, waits, send, layout.world_size / layout.pp, 2
+    )
+    assert found.pipeline_s == pytest.approx(whole.pipeline_s, rel=0.02)

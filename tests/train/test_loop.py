@@ -29,6 +29,7 @@ from fivefold.train.prepare import prepare_run
 from fivefold.train.runfile import Run, load_run
 from fivefold.train.trainer import StepResult, Trainer
 from tests.helpers import refusal
+from tests.plan import cores
 from tests.report.test_timeline import read as read_timeline
 
 MIXTURE = {
@@ -117,18 +118,8 @@ def test_a_run_shows_its_steps_and_writes_them(
 def test_a_run_ends_with_its_plan_beside_it(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    cluster = {
-        "device": {
-            "name": "a core",
-            "memory_bytes": 8_000_000_000,
-            "memory_bandwidth_tb_s": 0.01,
-            "peak_tflops": {"fp32": 0.05, "bf16": 0.02},
-        },
-        "tiers": [{"name": "loopback", "bandwidth_gb_s": 1, "latency_us": [100, 100, 100]}],
-    }
-    (tmp_path / "here.yaml").write_text(yaml.safe_dump(cluster))
     layout = "tp2 pp2 dp2 ep2"
-    train(make(values, model=MIXTURE, layout=layout, cluster=str(tmp_path / "here.yaml")))
+    train(make(values, model=MIXTURE, layout=layout, cluster=cores.write(tmp_path)))
     shown = capfd.readouterr().out
     report = json.loads(Path(values["out"], "report.json").read_text())
     assert report["ledger"] and not report["ledger_differences"]

@@ -329,9 +329,7 @@ class Stages:
                 table, forward, backward, send, weight_s=weight, overlapped_s=both
             ).step_s
 
-        rounds = -(-layout.accumulation // layout.pp)
-        kept = SIMULATED_ROUNDS + (layout.turns_back or layout.runs_both_ways)
-        left_out = max(0, rounds - kept) * layout.pp
+        left_out = self._left_out()
         step = simulated(layout.accumulation - left_out)
         if not left_out:
             return step
@@ -355,9 +353,26 @@ class Stages:
             for stage in stages:
                 waits["F"][stage] = number(mine.forward) / len(stages)
                 waits["B"][stage] = waits["I"][stage] = number(mine.backward) / len(stages)
-        table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
         processes, send = layout.world_size / layout.pp, number(roles["middle"].send)
-        return sharing.simulate(table, busy, waits, send, processes, cores)
+
+        def simulated(micro_batches: int) -> sharing.Shared:
+            table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
+            return sharing.simulate(table, busy, waits, send, processes, cores)
+
+        left_out = self._left_out()
+        shared = simulated(layout.accumulation - left_out)
+        if not left_out:
+            return shared
+        before = simulated(layout.accumulation - left_out - layout.pp)
+        pace = (shared.pipeline_s - before.pipeline_s) / layout.pp
+        return replace(shared, pipeline_s=shared.pipeline_s + left_out * pace)
+
+    def _left_out(self) -> int:
+        """Micro-batches that need not be simulated, for the step goes on at the same pace."""
+        layout = self.layout
+        rounds = -(-layout.accumulation // layout.pp)
+        kept = SIMULATED_ROUNDS + (layout.turns_back or layout.runs_both_ways)
+        return max(0, rounds - kept) * layout.pp
 
     def by_stage(self) -> tuple[list[float], list[float], list[float]]:
         """Forward, backward and, of that, weight-gradient seconds of each virtual stage."""

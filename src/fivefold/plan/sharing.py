@@ -40,7 +40,11 @@ def message(cluster: Cluster, transfer: Transfer) -> Message:
     busy, wait, kind = one.busy, one.wait, kind_of(transfer)
     if kind in cluster.core.calls:
         around = cluster.core.calls[kind]
-        busy, wait = busy + around.busy, wait + around.wait * (not beside_compute(transfer))
+        busy = busy + around.busy
+        # Ranks wait for the last of them, which was measured with a core for each. Where cores are
+        # shared, those that wait leave them to the others, which are there the sooner.
+        share = min(1.0, (cluster.cores or 1) / cluster.num_devices)
+        wait = wait + share * around.wait * (not beside_compute(transfer))
     if kind == "zero":
         busy = busy + ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
     if _between_stages(transfer):

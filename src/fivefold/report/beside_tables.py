@@ -78,5 +78,5 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
             "Times are the host's, which issues a message to a GPU and goes on: what is waited for "
             "there is part of compute here."
         )
-    if report["cluster"] is None:
+    if report["step_s"]["predicted"] is None:
         yield "`fivefold calibrate` measures this machine; then predicted seconds stand here too."
