@@ -560,7 +560,8 @@ def calibrate(
     from fivefold.report.calibration import calibration_table
 
     print(done.summary)
-    Console(highlight=False).print(calibration_table(done.fits))
+    if done.errors:
+        Console(highlight=False).print(calibration_table(done.errors))
     print(f"wrote {done.path}; try: fivefold plan MODEL --cluster {done.path}")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fivefold.calibrate import steps
-from fivefold.calibrate.cores import block_work, fit_cores, message_records
+from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
 from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, cluster_of
 from tests.plan.cores import machine
@@ -60,9 +61,20 @@ def test_layers_of_a_machine_like_the_planners_are_explained_to_the_last_digits(
     cluster = truth()
     lists = fit_cores(TOP, [*block_points(cluster), *other_points()])
     found = cluster_of({**TOP, **lists}, "here", "here", 8)
-    for point in block_points(cluster):
-        fitted = getattr(found.core, str(point.sizes["part"])).seconds(block_work(point, cluster))
-        assert fitted == pytest.approx(point.cpu_s, rel=2e-3)
+    errors = pass_errors(block_points(cluster), found)
+    assert {part: len(of) for part, of in errors.items()} == {"forward": 12, "backward": 12}
+    assert all(of.max() < 2e-3 for of in errors.values())
+
+
+def test_errors_are_relative_and_of_the_pass_that_is_off():
+    cluster = truth()
+    points = [
+        replace(point, cpu_s=point.cpu_s * (1.25 if point.sizes["part"] == "backward" else 1))
+        for point in block_points(cluster)
+    ]
+    errors = pass_errors([*points, *other_points()], cluster)
+    assert errors["forward"] == pytest.approx(0.0)
+    assert errors["backward"] == pytest.approx(0.2)
 
 
 def test_copies_count_at_the_usual_size_and_the_optimizer_in_the_largest_case():

@@ -87,6 +87,15 @@ def test_work_is_never_done_faster_than_the_cores_can(name, vpp):
     assert work / 3 <= shared.pipeline_s < 2 * work / 3
 
 
+def test_a_step_so_long_that_rounding_hides_the_rest_of_an_action_ends():
+    schedule = build("1f1b", 2, 1, 64)
+    work = {"F": [1370.0, 1507.0], "B": [2740.0, 3151.0]}
+    waits = {"F": [0.0, 0.001], "B": [0.0, 0.003]}
+    shared = simulate_shared(schedule, work, waits, 1e-4, 3, 2)
+    all_work = 64 * 3 * sum(work["F"] + work["B"])
+    assert all_work / 2 <= shared.pipeline_s < 1.1 * all_work / 2
+
+
 # Whole layouts
 
 

@@ -30,6 +30,8 @@ from fivefold.plan.operations import Operations, head_operations, layer_operatio
 Floats = NDArray[np.float64]
 Records = list[dict[str, Any]]
 
+FITTED = ("layer", "head")
+"""The points that the rates of passes are fitted to."""
 USUAL_BYTES = 2**20
 """Of the arrays that a training step on a CPU copies."""
 
@@ -68,10 +70,22 @@ def _operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
 
 
 def _fit_pass(points: Sequence[Point], cluster: Cluster, part: str) -> Pass:
-    chosen = [p for p in points if p.what in ("layer", "head") and p.sizes["part"] == part]
+    chosen = [p for p in points if p.what in FITTED and p.sizes["part"] == part]
     work = np.array([block_work(point, cluster) for point in chosen])
     rates = least_relative_squares(work, np.array([point.cpu_s for point in chosen]))
     return Pass(*rates.tolist())
+
+
+def pass_errors(points: Sequence[Point], cluster: Cluster) -> dict[str, Floats]:
+    """How far the cores of a cluster are from the layers and heads that were measured, relative, by
+    kind of pass."""
+    errors: dict[str, list[float]] = {"forward": [], "backward": []}
+    for point in points:
+        if point.what in FITTED:
+            part = str(point.sizes["part"])
+            seconds = getattr(cluster.core, part).seconds(block_work(point, cluster))
+            errors[part].append(abs(float(seconds) / point.cpu_s - 1))
+    return {part: np.array(each) for part, each in errors.items()}
 
 
 def block_work(point: Point, cluster: Cluster) -> Floats:

@@ -1,7 +1,9 @@
-"""What the planner reads of a machine that was measured: its device, and the tiers between devices.
+"""What a cluster file says of a machine that was measured: its device, and the tiers between
+devices.
 
-The planner's constants (cluster/constants.yaml) come from the points by the formulas in which the
-planner uses them (plan/compute.py), on shapes where that constant decides. Needs no torch.
+Of a GPU, the planner's constants (cluster/constants.yaml) come from the points by the formulas in
+which the planner uses them (plan/compute.py), on shapes where that constant decides. A CPU has
+cores instead (`calibrate.cores`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fivefold.calibrate.fit import causal_scores, wire_bytes
 from fivefold.calibrate.measure import Measured
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import FAR_LATENCY_S, NEAR_LATENCY_S
 from fivefold.cluster.collectives import BASE_S
+from fivefold.ledger import Transfer
 from fivefold.plan.compute import NARROW, TILE_COLUMNS, TILE_ROWS
 from fivefold.plan.operations import ATTENTION_KERNELS, MLP_KERNELS
 
@@ -68,16 +70,17 @@ def _device(facts: Facts) -> dict[str, Any]:
     best = _best_products(facts)
     peak = {p: max(flops, measured.peak.get(p, 0.0)) for p, flops in best.items()}
     bandwidth = _bandwidth(facts)
-    return {
+    device = {
         "name": measured.name,
         "memory_bytes": measured.memory_bytes,
         "memory_bandwidth_tb_s": rounded(bandwidth / 1e12),
         "peak_tflops": {p: rounded(flops / 1e12) for p, flops in peak.items()},
         "measured_tflops": {p: rounded(flops / 1e12) for p, flops in best.items()},
-        "constants": {
-            name: rounded(value) for name, value in _constants(facts, best, peak, bandwidth).items()
-        },
     }
+    if facts.on_cpu:
+        return device
+    constants = _constants(facts, best, peak, bandwidth)
+    return device | {"constants": {name: rounded(value) for name, value in constants.items()}}
 
 
 def _flops(point: Point) -> float:
@@ -104,9 +107,8 @@ def _bandwidth(facts: Facts) -> float:
 def _constants(
     facts: Facts, best: dict[str, float], peak: dict[str, float], bandwidth: float
 ) -> dict[str, float]:
-    """Those of cluster/constants.yaml that the points say something about."""
-    on_gpu = not facts.on_cpu
-    processors, wave_loss = (facts.measured.processors, 1.0) if on_gpu else (1, 0.0)
+    """Those of cluster/constants.yaml that the points of a GPU say something about."""
+    processors, wave_loss = facts.measured.processors, 1.0
 
     def losses(point: Point) -> float:
         """What the planner multiplies the arithmetic of a product (of each group) with."""
@@ -121,7 +123,7 @@ def _constants(
     product_rate = statistics.median(rates(large))
     light = [p for p in facts.points("light") if p.sizes["op"] in MOVED]
     large_light = _large(light, _elements)
-    constants: dict[str, float] = {
+    return {
         "processors": processors,
         "wave_loss": wave_loss,
         "sustained": product_rate / best[facts.usual],
@@ -138,9 +140,6 @@ def _constants(
         / _sum(facts, large_light, "forward"),
         "launch_s": _launch_s(facts),
     }
-    if not on_gpu:
-        constants["misaligned_loss"] = 0.0  # rows of any length run alike
-    return constants
 
 
 def _large(points: Sequence[Point], work: Callable[[Point], float]) -> list[Point]:
@@ -166,7 +165,7 @@ def _attention_rate(facts: Facts) -> float:
         b, h, d, s = (float(p.sizes[n]) for n in ("batch", "heads", "head_dim", "sequence"))
         if s >= longest / 4:
             narrow = (1 + NARROW / d) / (1 + NARROW / 128)
-            rates.append(4 * b * h * d * causal_scores(s, "cuda") * narrow / facts.seconds(p))
+            rates.append(2 * b * h * d * s * (s + 1) * narrow / facts.seconds(p))
     return statistics.median(rates)
 
 
@@ -179,9 +178,7 @@ def _launch_s(facts: Facts) -> float:
         for p in facts.points("layer", part="forward")
         if "experts" not in p.sizes and p.cpu_s >= 0.9 * p.wall_s
     ]
-    if facts.on_cpu or not slow:
-        return facts.seconds(facts.points("host", op="operation")[0])
-    return min(slow)
+    return min(slow) if slow else facts.seconds(facts.points("host", op="operation")[0])
 
 
 # --- tiers -------------------------------------------------------------------------------------
@@ -207,6 +204,14 @@ def _tiers(facts: Facts) -> list[dict[str, Any]]:
     return tiers
 
 
+def _wire_bytes(point: Point) -> float:
+    """What leaves a rank in one call, as the ledger counts it."""
+    op = str(point.sizes["op"])
+    op = {"shift": "send", "all_to_all_rows": "all_to_all"}.get(op, op)
+    transfer = Transfer("world", "forward", op, point.sizes["size"], point.sizes["bytes"], 1)
+    return float(transfer.wire_bytes)
+
+
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -215,7 +220,7 @@ def _tier(points: list[Point], usual_s: tuple[float, float, float]) -> dict[str,
     median, and the time of a step in a ring of the smallest ones."""
     most = max(float(p.sizes["bytes"]) for p in points)
     least = min(float(p.sizes["bytes"]) for p in points)
-    rates = [wire_bytes(p) / p.wall_s for p in points if float(p.sizes["bytes"]) >= most / 2]
+    rates = [_wire_bytes(p) / p.wall_s for p in points if float(p.sizes["bytes"]) >= most / 2]
     steps = [
         (p.wall_s - float(BASE_S[0, 0])) / (PASSES[str(p.sizes["op"])] * (int(p.sizes["size"]) - 1))
         for p in points

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.calibrate.clusterfile import as_text, check_writable, write
-from fivefold.calibrate.cores import Records, fit_cores
-from fivefold.calibrate.fit import Fit, fit_messages, fit_operations
+from fivefold.calibrate.cores import Floats, Records, fit_cores, pass_errors
 from fivefold.calibrate.machine import here_path
+from fivefold.cluster.cluster import cluster_of
 from fivefold.errors import UserError
 from fivefold.train.torchrun import joined_by_torchrun, processes_of_torchrun
 
@@ -28,7 +28,8 @@ class Calibrated:
 
     path: Path
     summary: str
-    fits: list[Fit]  # of operations, then of messages
+    errors: dict[str, Floats]
+    """Relative, of the rates that were fitted, by kind of pass; nothing is fitted on a GPU."""
 
 
 def calibrate(out: str | None, processes: int | None, quick: bool) -> Calibrated | None:
@@ -63,22 +64,20 @@ def calibrate(out: str | None, processes: int | None, quick: bool) -> Calibrated
     else:
         usual = PROCESSES if device == "cpu" else torch.cuda.device_count()
         measured = measure_locally(sizes, device, processes or usual)
-    operations = fit_operations(measured.points, device)
-    messages = fit_messages(measured.points, device)
     top = head(measured)
-    lists = {
-        **_read_by_the_planner(top, measured),
-        "points": [point.record() for point in measured.points],
-    }
-    write(path, as_text(top, lists))
-    return Calibrated(path, top["summary"], [*operations, *messages])
+    # A GPU is described by the constants of its device.
+    fitted, errors = _fit_cores(top, measured) if device == "cpu" else ({}, {})
+    write(path, as_text(top, {**fitted, "points": [p.record() for p in measured.points]}))
+    return Calibrated(path, top["summary"], errors)
 
 
-def _read_by_the_planner(top: dict[str, Any], measured: Measured) -> dict[str, Records]:
-    """On a CPU what its cores do and send; a GPU is described by the constants of its device."""
-    if measured.device != "cpu":
-        return {}
-    return fit_cores(top, measured.points)
+def _fit_cores(
+    top: dict[str, Any], measured: Measured
+) -> tuple[dict[str, Records], dict[str, Floats]]:
+    """What the planner reads of the cores of a CPU, and its errors."""
+    lists = fit_cores(top, measured.points)
+    cluster = cluster_of({**top, **lists}, "here", "here", measured.processes)
+    return lists, pass_errors(measured.points, cluster)
 
 
 def _check_processes(processes: int | None, joined: bool) -> None:

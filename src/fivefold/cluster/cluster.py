@@ -103,8 +103,8 @@ class Cluster:
     cores: int | None = None  # that the devices of a node share, where they are processes on a CPU
     operations: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    """What was fitted to the operations and messages of this machine (see docs/calibration.md):
-    what each is, and its seconds a call and a unit of work."""
+    """What the cores of this machine do and send, as a file has it (see docs/calibration.md);
+    `core` and `cores.message_s` read it."""
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:

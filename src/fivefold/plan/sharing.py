@@ -229,7 +229,8 @@ def simulate(
         events += [state.free_at_s for state in states if state.free_at_s is not None]
         if not events:
             break
-        took_s, now_s = min(events) - now_s, min(events)
+        before_s, now_s = now_s, min(events)
+        took_s = now_s - before_s
         for state in busy:
             state.worked_s += took_s * rate
             state.busy_s += took_s
@@ -238,9 +239,11 @@ def simulate(
             if action is None or not state.started:
                 continue
             if state.free_at_s is None:
-                state.work_s -= took_s * rate
-                if state.work_s <= 1e-12:
+                # By the time that is among the events: what is left of the work after rounding can
+                # be too little to move the clock.
+                if before_s + state.work_s / rate <= now_s:
                     state.free_at_s = now_s + wait_s[action.kind][action.stage]
+                state.work_s -= took_s * rate
             if state.free_at_s is not None and state.free_at_s <= now_s:
                 arrives_s[action] = now_s
                 state.done, state.started, state.free_at_s = state.done + 1, False, None
