@@ -12,6 +12,9 @@ from fivefold.calibrate import steps
 from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
 from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, cluster_of
+from fivefold.model.config import load_config
+from fivefold.plan.estimate import estimate
+from fivefold.plan.job import ENGINES, Job
 from tests.plan.cores import machine
 
 TOP = {
@@ -123,3 +126,30 @@ def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_eleme
     )
     outside = Point("outside", {"model": "dense", "layout": steps.ALONE}, 5e-3, 5e-3)
     assert steps.step_s([outside], cluster) == pytest.approx(5e-3 - 2e-9 * elements)
+
+
+def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_they_take():
+    cluster = truth()
+    points = [
+        Point("resident", {"model": "dense", "layout": text, "bytes": grown}, 0.1, 0.1)
+        for text, grown in [
+            (steps.ALONE, 200_000_000),
+            (steps.UNSPLIT, 290_000_000),
+            (steps.UNSPLIT, 300_000_000),  # the larger process counts
+            (steps.SPLITS["zero"], 400_000_000),
+        ]
+    ]
+    found = {each["kind"]: each["bytes"] for each in steps.resident_records(points, cluster)}
+    sizes = {}
+    for kind, text in steps.RESIDENT.items():
+        layout = steps.layout_of(text)
+        job = Job(
+            load_config(steps.DENSE),
+            cluster.with_devices(layout.world_size),
+            steps.SEQUENCE_LENGTH,
+            steps.GLOBAL_BATCH,
+            "fp32",
+            ENGINES["fivefold"],
+        )
+        sizes[kind] = found[kind] + estimate(job, layout).peak_memory_bytes
+    assert sizes == pytest.approx({"alone": 2e8, "messages": 3e8, "zero": 4e8})

@@ -51,6 +51,7 @@ def test_something_of_every_kind_is_measured(written: Path) -> None:
     assert kinds == {
         "launch", "product", "grouped", "attention", "attention_block", "light", "memory", "host",
         "optimizer", "layer", "mixture", "embedding", "head", "message", "step", "outside",
+        "resident",
     }  # fmt: skip
     assert {p.sizes["op"] for p in points if p.what == "message"} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "shift",

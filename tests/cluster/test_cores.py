@@ -21,6 +21,7 @@ OPERATIONS = [
     {"what": "backward", **{name: 2 * value for name, value in PASS.items()}},
     {"what": "rest", **REST},
     {"what": "call", "kind": "tp", "busy_s": 1e-4, "wait_s": 2e-4},
+    {"what": "resident", "kind": "alone", "bytes": 5e7},
 ]
 MESSAGES = [
     {"op": "all_reduce", "ranks": 2, "bytes": 1000, "busy_s": 1e-4, "wait_s": 5e-5},
@@ -32,8 +33,10 @@ MESSAGES = [
 
 def test_a_core_is_read_from_the_operations_of_a_file():
     core = core_of(OPERATIONS, "here")
-    calls = {"tp": MessageSeconds(1e-4, 2e-4)}
-    assert core == Core(Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST, calls=calls)
+    calls, resident = {"tp": MessageSeconds(1e-4, 2e-4)}, {"alone": 5e7}
+    assert core == Core(
+        Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST, calls=calls, resident=resident
+    )
 
 
 def test_a_pass_adds_up_the_seconds_of_its_work():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
-from fivefold.calibrate.steps import call_records, step_s
+from fivefold.calibrate.steps import call_records, resident_records, step_s
 from fivefold.cluster.cluster import Cluster, cluster_of
 from fivefold.cluster.cores import Pass
 from fivefold.layout.many import Layouts
@@ -48,6 +48,7 @@ def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Reco
         cluster = cluster_of({**top, **lists}, "here", "here", devices)
         lists["operations"][-1]["step"] = rounded(step_s(points, cluster))
         lists["operations"] += call_records(points, cluster)
+        lists["operations"] += resident_records(points, cluster)
     return lists
 
 

@@ -17,6 +17,7 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
 from fivefold.plan.estimate import number, simulate
 from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.memory import KINDS, stage_memory
 from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
@@ -65,17 +66,19 @@ def layout_of(text: str) -> Layout:
 
 
 def measure_step(model: str, text: str) -> list[Point]:
-    """A step, and the part of it outside of the forward and backward passes. Run by each process of
-    the layout, once the default process group exists."""
+    """A step, the part of it outside of the forward and backward passes, and with the step the
+    bytes that the process has grown by. Run by each process of the layout, once the default process
+    group exists."""
     import torch
     import torch.distributed as dist
 
     from fivefold.parallel.comm import Recorder
     from fivefold.train.data import Samples
+    from fivefold.train.metrics import begin_peak_memory, peak_memory_bytes
     from fivefold.train.runfile import Optimizer
     from fivefold.train.trainer import Trainer
 
-    layout = layout_of(text)
+    layout, before_bytes = layout_of(text), begin_peak_memory()
     trainer = Trainer(
         load_config(MODELS[model]),
         layout,
@@ -91,7 +94,8 @@ def measure_step(model: str, text: str) -> list[Point]:
     trainer.pipeline.run_step = passes  # pyright: ignore[reportAttributeAccessIssue]
     for step in range(STEPS):
         whole(step, 1e-4)
-    sizes = {"model": model, "layout": text}
+    sizes: dict[str, int | str] = {"model": model, "layout": text}
+    grown = {**sizes, "bytes": peak_memory_bytes() - before_bytes}
     outside = [
         [of_step - of_passes for of_step, of_passes in zip(*pair, strict=True)]
         for pair in ((whole.wall_s, passes.wall_s), (whole.cpu_s, passes.cpu_s))
@@ -99,6 +103,7 @@ def measure_step(model: str, text: str) -> list[Point]:
     return [
         Point("step", sizes, _steady(whole.wall_s), _steady(whole.cpu_s)),
         Point("outside", sizes, _steady(outside[0]), _steady(outside[1])),
+        Point("resident", grown, _steady(whole.wall_s), _steady(whole.cpu_s)),
     ]
 
 
@@ -151,14 +156,7 @@ class Planned:
 
 def planned(cluster: Cluster, model: str, text: str) -> Planned:
     layout = layout_of(text)
-    job = Job(
-        load_config(MODELS[model]),
-        cluster.with_devices(layout.world_size),
-        SEQUENCE_LENGTH,
-        GLOBAL_BATCH,
-        "fp32",
-        ENGINES["fivefold"],
-    )
+    job = _job(cluster, model, layout)
     rank = simulate(job, [layout])[0].stages.time.ranks["first"]
     calls: dict[str, float] = {}
     for row in rank.rows:
@@ -170,6 +168,17 @@ def planned(cluster: Cluster, model: str, text: str) -> Planned:
         wait_s=m * number(waits.forward + waits.backward) + number(waits.once),
         optimizer_s=number(rank.optimizer),
         calls=calls,
+    )
+
+
+def _job(cluster: Cluster, model: str, layout: Layout) -> Job:
+    return Job(
+        load_config(MODELS[model]),
+        cluster.with_devices(layout.world_size),
+        SEQUENCE_LENGTH,
+        GLOBAL_BATCH,
+        "fp32",
+        ENGINES["fivefold"],
     )
 
 
@@ -190,6 +199,26 @@ def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, An
         seconds = [max(0.0, (a - b) / calls) for a, b in zip(split, plain, strict=True)]
         busy_s, wait_s = map(rounded, seconds)
         records.append({"what": "call", "kind": kind, "busy_s": busy_s, "wait_s": wait_s})
+    return records
+
+
+RESIDENT = {"alone": ALONE, "messages": UNSPLIT, "zero": SPLITS["zero"]}
+"""The layouts whose processes show what they hold beside tensors (`cores.Core.resident`)."""
+
+
+def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
+    """Bytes that the larger process of a run grew by, and no tensor is planned to take."""
+    records = []
+    for kind, text in RESIDENT.items():
+        grown = max(
+            int(point.sizes["bytes"])
+            for point in points
+            if point.what == "resident"
+            and (point.sizes["model"], point.sizes["layout"]) == ("dense", text)
+        )
+        [stage] = stage_memory(_job(cluster, "dense", layout_of(text)), layout_of(text))
+        tensors = sum(stage[kind] for kind in KINDS)
+        records.append({"what": "resident", "kind": kind, "bytes": max(0, round(grown - tensors))})
     return records
 
 

@@ -48,6 +48,9 @@ class Core:
     calls: Mapping[str, MessageSeconds]
     """What the program does around a message, beside the message, by kinds of messages (see
     `plan.sharing.kind_of`); nothing for a kind that is not among them."""
+    resident: Mapping[str, float]
+    """Bytes that a process comes to hold beside its tensors, once it runs: libraries, buffers of
+    messages, what lies idle between tensors. `alone`, with `messages`, with those of `zero`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
         for record in operations
         if record.get("what") == "call"
     }
-    return Core(forward, backward, copy_byte, optimizer_element, step, calls)
+    resident = {
+        str(record["kind"]): float(record["bytes"])
+        for record in operations
+        if record.get("what") == "resident"
+    }
+    return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident)
 
 
 def message_s(

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.cluster.cores import Core
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
 from fivefold.model.config import TRAINED_FAMILIES, LayerKind, ModelConfig
@@ -251,10 +252,12 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        # Neither is on a CPU, where no allocator caches for a device and gloo talks.
-        device = self.job.cluster.cores is None
-        kinds["overhead"] = FRAGMENTATION * sum(kinds.values()) * device
-        kinds["reserve"] = reserve_bytes(self.layouts) * device
+        if self.job.cluster.cores:  # no allocator caches for a device
+            kinds["overhead"] = 0.0 * kinds["weights"]
+            kinds["reserve"] = resident_bytes(self.job.cluster.core, self.layouts)
+        else:
+            kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
+            kinds["reserve"] = reserve_bytes(self.layouts)
         return kinds
 
     def own_program(self) -> dict[str, Numbers]:
@@ -421,6 +424,12 @@ class _Rank:
         for unit, each in zip(self.work.units[1], self.elements[1], strict=True):
             expert = np.maximum(expert, each.local * (unit.count > 0))
         return largest + expert / (moe.num_experts / self.layouts.ep)
+
+
+def resident_bytes(core: Core, layouts: Layouts) -> Numbers:
+    """Of a process on a CPU, beside its tensors."""
+    alone, messages, zero = (core.resident.get(kind, 0.0) for kind in ("alone", "messages", "zero"))
+    return np.select([layouts.world_size == 1, layouts.zero == 0], [alone, messages], zero)
 
 
 def reserve_bytes(layouts: Layouts) -> Numbers:

@@ -18,7 +18,8 @@ from fivefold.train.prepare import Plan
 Report = dict[str, Any]
 
 ALLOCATED = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Kinds of planned memory that a process's own measure shows: what tensors take."""
+"""Kinds of planned memory that a GPU's allocator shows: what tensors take. What is resident of a
+process on a CPU has the `reserve` in it, too."""
 
 
 class Tally:
@@ -150,6 +151,7 @@ def beside(
         part: sum(outcomes[rank].seconds[part] for rank in members) / len(members) for part in PARTS
     }
     predicted = predicted_seconds(estimate) if estimate else {}
+    shown = ALLOCATED if plan.device == "cuda" else (*ALLOCATED, "reserve")
     return {
         "layout": str(layout),
         "precision": run.precision,
@@ -168,7 +170,7 @@ def beside(
             for part in (*PARTS, "other")
         ],
         "memory": {
-            "predicted_bytes": estimate and sum(estimate.memory_bytes[k] for k in ALLOCATED),
+            "predicted_bytes": estimate and sum(estimate.memory_bytes[kind] for kind in shown),
             "measured_bytes": max(outcome.memory_bytes for outcome in outcomes),
         },
         "ledger": rows,
