@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fivefold.cluster.cores import Core, core_of
+from fivefold.cluster.cores import Core, check_messages, core_of
 from fivefold.errors import UserError
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
@@ -137,7 +137,11 @@ class Cluster:
 
     def with_devices(self, num_devices: int) -> Cluster:
         """The same machine with another number of devices."""
-        return _checked(replace(self, num_devices=num_devices))
+        device = self.device
+        if self.cores:  # processes share the machine's memory
+            share = device.memory_bytes * self.num_devices // num_devices
+            device = replace(device, memory_bytes=share)
+        return _checked(replace(self, device=device, num_devices=num_devices))
 
 
 def _devices_used(size: int, inside: int, num_devices: int) -> int:
@@ -271,7 +275,7 @@ def cluster_of(data: Any, name: str, where: str, gpus: int) -> Cluster:
     if "devices" in data:
         _whole(data, "devices", where)
     _records(data, "points", where)
-    return Cluster(
+    cluster = Cluster(
         name,
         device,
         _nested(tiers, where),
@@ -280,6 +284,14 @@ def cluster_of(data: Any, name: str, where: str, gpus: int) -> Cluster:
         operations=_records(data, "operations", where),
         messages=_records(data, "messages", where),
     )
+    if cluster.cores:
+        if cluster.operations:
+            _ = cluster.core  # refuses what is missing or no number
+        check_messages(cluster.messages, name)
+        # The file has the share of each of the processes that were measured.
+        measured = int(data.get("devices", gpus))
+        return replace(cluster, num_devices=measured).with_devices(max(1, gpus))
+    return cluster
 
 
 def _records(data: Mapping[str, Any], key: str, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -20,6 +20,9 @@ from fivefold.errors import UserError
 
 Floats = NDArray[np.float64]
 
+MESSAGES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
+"""Operations that are measured: those of the ledger, where a ring's sends are shifts."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -65,30 +68,52 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
     """The core that was measured. UserError where the operations of file `where` lack a part."""
     records = {record.get("what"): record for record in operations}
 
+    def _number(record: Mapping[str, Any], name: str, what: str) -> float:
+        return checked(record.get(name), f"{where} has cores but no {what}")
+
     def numbers(what: str, names: list[str]) -> list[float]:
         record = records.get(what, {})
-        for name in names:
-            if not isinstance(record.get(name), int | float):
-                raise UserError(
-                    f"{where} has cores but no {name} of {what!r} among its operations: "
-                    "measure it again with fivefold calibrate"
-                )
-        return [float(record[name]) for name in names]
+        return [_number(record, name, f"{name} of {what!r} among its operations") for name in names]
 
     names = [field.name for field in fields(Pass)]
     forward, backward = (Pass(*numbers(what, names)) for what in ("forward", "backward"))
     copy_byte, optimizer_element, step = numbers("rest", ["copy_byte", "optimizer_element", "step"])
     calls = {
-        str(record["kind"]): MessageSeconds(float(record["busy_s"]), float(record["wait_s"]))
+        str(record.get("kind")): MessageSeconds(
+            *(_number(record, name, f"{name} of a call") for name in ("busy_s", "wait_s"))
+        )
         for record in operations
         if record.get("what") == "call"
     }
     resident = {
-        str(record["kind"]): float(record["bytes"])
+        str(record.get("kind")): _number(record, "bytes", "bytes that are resident")
         for record in operations
         if record.get("what") == "resident"
     }
     return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident)
+
+
+MESSAGE_KEYS = ("ranks", "bytes", "busy_s", "wait_s")
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises UserError unless each says its operation and its numbers."""
+    for record in messages:
+        op = record.get("op")
+        if op not in MESSAGES:
+            raise UserError(f"{where} has a message {op!r}: known are {', '.join(MESSAGES)}")
+        for name in MESSAGE_KEYS:
+            checked(record.get(name), f"{where} has no {name} of a message {op}")
+
+
+def checked(value: Any, lacks: str) -> float:
+    """A number of 0 or more. UserError for anything else, which `lacks` says what is missing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+        raise UserError(
+            f"{lacks} that is a number of 0 or more ({value!r}): measure it again with "
+            "fivefold calibrate"
+        )
+    return float(value)
 
 
 def message_s(

@@ -59,9 +59,13 @@ class TableFile:
     pairs: tuple[frozenset[int], ...]  # see Schedule.pairs
 
 
+TABLE_FILE = ".csv"
+"""How the name of a file ends that has a table."""
+
+
 def is_table_file(schedule: str) -> bool:
     """Does a layout's `schedule=` name a file?"""
-    return schedule.endswith(".csv")
+    return schedule.endswith(TABLE_FILE)
 
 
 @lru_cache(maxsize=16)
@@ -98,7 +102,7 @@ def _text(path: str) -> str:
         file = Path(path)
         if file.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path} is larger than a table of actions may be, {LARGEST_FILE:,} B")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fivefold.layout.actions import TABLE_FILE
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
 from fivefold.parallel.pipeline.schedules import warm_up_1f1b
 
@@ -142,7 +143,9 @@ def in_flight(
 
 
 def _by_schedule(names: Array) -> Iterator[tuple[str, Array]]:
-    """Each schedule that occurs, with the mask of where it does."""
+    """Each schedule that occurs, with the mask of where it does. The table of a file counts as
+    1F1B: it is simulated where that matters (`estimate`)."""
+    names = np.where(np.char.endswith(names.astype(str), TABLE_FILE), "1f1b", names)
     left = names.size
     for name in (*SCHEDULES, *PLANNED_SCHEDULES):
         members = names == name

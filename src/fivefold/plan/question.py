@@ -288,7 +288,10 @@ def _gpus(options: Options) -> int:
     if gpus is None and options.layout is not None and stated(options.layout) & {"dp", "edp"}:
         gpus = parse(options.layout).world_size
     if gpus is None:
-        gpus = devices_of(options.cluster or "")
+        cluster = options.cluster or ""
+        if cluster.endswith((".yaml", ".yml")):
+            load_cluster(cluster, 1)  # says what is wrong with the file
+        gpus = devices_of(cluster)
     if gpus is None:
         raise UserError("plan needs --gpus, the number of devices, such as 1024")
     if gpus < 1:

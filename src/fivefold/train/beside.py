@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from fivefold.calibrate.machine import here_path
 from fivefold.cluster.cluster import Cluster, load_cluster
+from fivefold.errors import UserError
 from fivefold.layout.ranks import groups
 from fivefold.ledger import Ledger
 from fivefold.plan.estimate import Estimate, estimate
@@ -85,7 +86,11 @@ def _cluster_of(plan: Plan) -> Cluster | None:
         return load_cluster(plan.run.cluster, world_size)
     if not here_path().is_file():
         return None
-    cluster = load_cluster(str(here_path()), world_size)
+    try:
+        cluster = load_cluster(str(here_path()), world_size)
+    except UserError as error:  # the run did not ask for it
+        print(f"note: no plan beside this run: {error}; `fivefold calibrate` makes the file anew")
+        return None
     on_cpu = plan.device == "cpu"
     measured = (cluster.cores is not None) == on_cpu  # a machine with GPUs may run on its CPU
     return cluster if measured and not (on_cpu and plan.run.precision != "fp32") else None
