@@ -15,6 +15,7 @@ from fivefold.cluster.cluster import (
     load_cluster,
     load_device,
 )
+from fivefold.cluster.cores import message_s
 from fivefold.errors import UserError
 
 HARDWARE = {
@@ -237,7 +238,7 @@ tiers: [{name: a, bandwidth_gb_s: 1}]
 devices: 8
 cores: 2
 messages:
-- {what: message, op: all_reduce, size: 2, call_s: 1.0e-4}
+- {op: all_reduce, ranks: 2, bytes: 256, busy_s: 1.0e-4, wait_s: 2.0e-4}
 points:
 - {what: host, op: node, wall_s: 1.0e-6, cpu_s: 1.0e-6}
 """
@@ -248,7 +249,7 @@ def test_a_file_may_have_constants_of_its_own_and_what_was_measured(tmp_path: Pa
     path.write_text(MEASURED)
     cluster = load_cluster(str(path), 4)
     assert cluster.cores == 2
-    assert cluster.messages == ({"what": "message", "op": "all_reduce", "size": 2, "call_s": 1e-4},)
+    assert message_s(cluster.messages, "all_reduce", 2, 256).busy == 1e-4
     constants = cluster.device.constants
     assert (constants["memory"], constants["wave_loss"]) == (1.0, 0)
     assert constants["launch_s"] == load_device("h100").constants["launch_s"]  # the default one
@@ -266,6 +267,10 @@ def test_a_file_may_have_constants_of_its_own_and_what_was_measured(tmp_path: Pa
         ("memory: 1.0", "memory: .nan", "memory must be a number of 0 or more, not nan"),
         ("cores: 2", "cores: 0.5", "cores must be a whole number"),
         ("devices: 8", "devices: many", "devices must be a number above 0, not 'many'"),
+        ("busy_s: 1.0e-4, ", "", "no busy_s of a message all_reduce that is a number of 0 or more"),
+        ("wait_s: 2.0e-4", "wait_s: -1", "no wait_s of a message all_reduce"),
+        ("busy_s: 1.0e-4", "busy_s: .nan", "no busy_s of a message all_reduce"),
+        ("op: all_reduce", "op: all_red", "has a message 'all_red': known are all_reduce, "),
         ("messages:", "message:", "unknown key 'message': did you mean messages"),
         ("cpu_s: 1.0e-6", "cpu_s: []", "points must be a list of mappings"),
         ("points:\n-", "points:\n ", "points must be a list of mappings"),
