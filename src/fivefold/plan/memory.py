@@ -252,11 +252,12 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        if self.job.cluster.cores:  # no allocator caches for a device
-            kinds["overhead"] = 0.0 * kinds["weights"]
-            kinds["reserve"] = resident_bytes(self.job.cluster.core, self.layouts)
+        # On a CPU, too, memory that was freed is kept (train.launch.keep_freed_memory).
+        kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
+        cluster = self.job.cluster
+        if cluster.cores:
+            kinds["reserve"] = resident_bytes(cluster.core, self.layouts)
         else:
-            kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
             kinds["reserve"] = reserve_bytes(self.layouts)
         return kinds
 

@@ -20,7 +20,7 @@ Report = dict[str, Any]
 
 ALLOCATED = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Kinds of planned memory that a GPU's allocator shows: what tensors take. What is resident of a
-process on a CPU has the `reserve` in it, too."""
+process on a CPU has `overhead` and `reserve` in it, too."""
 
 
 class Tally:
@@ -156,7 +156,7 @@ def beside(
         part: sum(outcomes[rank].seconds[part] for rank in members) / len(members) for part in PARTS
     }
     predicted = predicted_seconds(estimate) if estimate else {}
-    shown = ALLOCATED if plan.device == "cuda" else (*ALLOCATED, "reserve")
+    shown = ALLOCATED if plan.device == "cuda" else (*ALLOCATED, "overhead", "reserve")
     return {
         "layout": str(layout),
         "precision": run.precision,
