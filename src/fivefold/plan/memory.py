@@ -252,7 +252,7 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        # On a CPU, too, memory that was freed is kept (train.launch.keep_freed_memory).
+        # On a CPU, too, freed memory is kept (train.launch.keep_freed_memory): assumed, as much.
         kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
         cluster = self.job.cluster
         if cluster.cores:
