@@ -222,7 +222,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep what tensors free for the next ones (up to 32 MiB each, its limit).
 
     It would give large blocks back to the system, which then has to clear and map their pages anew
-    at every use: that took a third of a small model's step in one layout (docs/decisions.md). GPUs do not
+    at every use: a third of a small model's step in one layout (docs/decisions.md). GPUs do not
     mind.
     """
     if sys.platform == "linux":
