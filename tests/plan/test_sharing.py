@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -154,3 +157,10 @@ def test_a_long_step_goes_on_at_the_pace_of_its_first_rounds(text):
         table, {"F": rows[0], "B": rows[1]}, waits, send, layout.world_size / layout.pp, 2
     )
     assert found.pipeline_s == pytest.approx(whole.pipeline_s, rel=0.02)
+
+
+def test_a_table_of_ones_own_is_planned_with_all_its_micro_batches():
+    path = str(Path(__file__).resolve().parents[2] / "examples" / "own-schedule.csv")
+    layout = replace(parse("pp2 ga8"), schedule=path)
+    own, usual = (simulate(job(2), [each])[0].step_s for each in (layout, parse("pp2 ga8")))
+    assert 0.5 * usual < own < 2 * usual

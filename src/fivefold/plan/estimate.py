@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cluster.cluster import Cluster
+from fivefold.layout.actions import is_table_file
 from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages, split_layers
@@ -370,6 +371,8 @@ class Stages:
     def _left_out(self) -> int:
         """Micro-batches that need not be simulated, for the step goes on at the same pace."""
         layout = self.layout
+        if is_table_file(layout.schedule):  # it has all micro-batches, or none
+            return 0
         rounds = -(-layout.accumulation // layout.pp)
         kept = SIMULATED_ROUNDS + (layout.turns_back or layout.runs_both_ways)
         return max(0, rounds - kept) * layout.pp
