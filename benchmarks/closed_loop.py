@@ -40,6 +40,7 @@ from fivefold.calibrate.run import calibrate
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
 from fivefold.files import write_aside
+from fivefold.heap import restart_with_settings
 from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
@@ -304,4 +305,5 @@ def _calibrated() -> str:
 
 
 if __name__ == "__main__":
+    restart_with_settings()
     main()

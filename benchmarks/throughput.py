@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from benchmarks.plain import PlainLoop
 from benchmarks.random_tokens import random_tokens
+from fivefold.heap import restart_with_settings
 from fivefold.layout import legality
 from fivefold.layout.notation import parse, stated, with_global_batch
 from fivefold.model.config import load_config
@@ -245,4 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_with_settings()
     main()

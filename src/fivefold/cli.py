@@ -13,12 +13,16 @@ import typer
 from fivefold import __version__
 from fivefold.errors import UserError
 from fivefold.files import write_aside
+from fivefold.heap import restart_with_settings
 
 if TYPE_CHECKING:
     from fivefold.plan.question import Question
 
 TRAIN_EXTRA = ("torch", "tokenizers", "safetensors")
 """What `fivefold[train]` brings, and the planner half does without."""
+
+RUNS = {"train", "check", "calibrate", "--here"}
+"""The words on a command line that have it run, or measure, training."""
 
 app = typer.Typer(
     add_completion=False,
@@ -812,6 +816,8 @@ def main(argv: list[str] | None = None) -> int:
     0: done; 1: a worker failed, or `check` found a difference; 2: bad input, told in one
     sentence; 130: interrupted. With FIVEFOLD_TRACEBACK=1 a failed worker's traceback is shown.
     """
+    if argv is None and RUNS & set(sys.argv):
+        restart_with_settings()
     code = 0
     try:
         app(argv, prog_name="fivefold")

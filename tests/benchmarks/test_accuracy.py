@@ -294,5 +294,5 @@ def test_the_page_shows_what_the_program_says_today():
     made = accuracy.blocks(result, rows, as_unseen)
     for name, content in made.items():
         assert pages.block(page, name) == content, f"{name}: run accuracy.py --write"
-    assert set(re.findall(r"<!-- begin: (\S+) -->", page)) == {*made, "halves", "published"}
+    assert set(re.findall(r"<!-- begin: (\S+) -->", page)) == {*made, "halves", "published", "gpu"}
     assert yaml.safe_load(intervals.ERRORS.read_text()) == spread.errors_file(rows, as_unseen)

@@ -12,9 +12,11 @@ from fivefold.calibrate import steps
 from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
 from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, cluster_of
+from fivefold.layout.many import Layouts
 from fivefold.model.config import load_config
 from fivefold.plan.estimate import estimate
 from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.memory import resident_kinds
 from tests.plan.cores import machine
 
 TOP = {
@@ -103,7 +105,7 @@ def test_of_messages_those_count_that_all_processes_sent_at_once():
 def test_a_call_costs_by_how_much_a_step_with_such_messages_is_longer_than_planned():
     cluster = truth()
     points = []
-    for model, text in steps.cases():
+    for model, text in steps.cases(2):
         planned = steps.planned(cluster, model, text)
         extra = 1e-4 * planned.calls.get("tp", 0.0)
         busy_s = planned.busy_s + extra
@@ -130,26 +132,41 @@ def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_eleme
 
 def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_they_take():
     cluster = truth()
-    points = [
-        Point("resident", {"model": "dense", "layout": text, "bytes": grown}, 0.1, 0.1)
-        for text, grown in [
-            (steps.ALONE, 200_000_000),
-            (steps.UNSPLIT, 290_000_000),
-            (steps.UNSPLIT, 300_000_000),  # the larger process counts
-            (steps.SPLITS["zero"], 400_000_000),
-        ]
-    ]
-    found = {each["kind"]: each["bytes"] for each in steps.resident_records(points, cluster)}
-    sizes = {}
-    for kind, text in steps.RESIDENT.items():
+    points = []
+    beside = {"alone": (5e7, 0.2), "messages": (6e7, 0.1), "zero": (7e7, 0.0)}
+    more = {"recompute": (6e7, 0.1 + 0.15)}
+    for model, text in steps.cases(8):
         layout = steps.layout_of(text)
-        job = Job(
-            load_config(steps.DENSE),
-            cluster.with_devices(layout.world_size),
-            steps.SEQUENCE_LENGTH,
-            steps.GLOBAL_BATCH,
-            "fp32",
-            ENGINES["fivefold"],
-        )
-        sizes[kind] = found[kind] + estimate(job, layout).peak_memory_bytes
-    assert sizes == pytest.approx({"alone": 2e8, "messages": 3e8, "zero": 4e8})
+        tensors = estimate(job(cluster, model, text), layout).peak_memory_bytes
+        kind = str(resident_kinds(Layouts.of([layout]))[0])
+        bytes_, share = more["recompute"] if text == steps.RECOMPUTED else beside[kind]
+        grown = round(bytes_ + (1 + share) * tensors)
+        for size in (grown, grown - 10_000_000):  # the larger process counts
+            points.append(Point("resident", {"model": model, "layout": text, "bytes": size}, 1, 1))
+    found = {r["kind"]: (r["bytes"], r["share"]) for r in steps.resident_records(points, cluster)}
+    for kind, expected in {**beside, "recompute": (0.0, 0.15)}.items():
+        assert found[kind] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_the_pace_of_so_many_processes_is_how_much_longer_their_steps_took_than_planned():
+    cluster = truth()
+    slower = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5}
+    points = []
+    for text in steps.PACED:
+        layout = steps.layout_of(text)
+        step = estimate(job(cluster, "larger", text), layout).step_time_s
+        took_s = slower[layout.world_size] * step
+        points.append(Point("pace", {"model": "larger", "layout": text}, took_s, took_s))
+    records = steps.pace_records(points, cluster)
+    assert {r["processes"]: r["factor"] for r in records} == pytest.approx(slower, rel=1e-3)
+
+
+def job(cluster: Cluster, model: str, text: str) -> Job:
+    return Job(
+        load_config(steps.MODELS[model]),
+        cluster.with_devices(steps.layout_of(text).world_size),
+        steps.SEQUENCE_LENGTH,
+        steps.GLOBAL_BATCH,
+        "fp32",
+        ENGINES["fivefold"],
+    )

@@ -50,7 +50,7 @@ def test_something_of_every_kind_is_measured(written: Path) -> None:
     kinds = {point.what for point in points}
     assert kinds == {
         "launch", "product", "grouped", "attention", "attention_block", "light", "memory", "host",
-        "optimizer", "layer", "mixture", "embedding", "head", "message", "step", "outside",
+        "optimizer", "layer", "mixture", "embedding", "head", "message", "step", "outside", "pace",
         "resident",
     }  # fmt: skip
     assert {p.sizes["op"] for p in points if p.what == "message"} == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fivefold.cluster.cores import Core, MessageSeconds, Pass, core_of, message_s
+from fivefold.cluster.cores import Core, MessageSeconds, Pass, Resident, core_of, message_s
 from fivefold.errors import UserError
 
 PASS = {
@@ -21,7 +21,9 @@ OPERATIONS = [
     {"what": "backward", **{name: 2 * value for name, value in PASS.items()}},
     {"what": "rest", **REST},
     {"what": "call", "kind": "tp", "busy_s": 1e-4, "wait_s": 2e-4},
-    {"what": "resident", "kind": "alone", "bytes": 5e7},
+    {"what": "resident", "kind": "alone", "bytes": 5e7, "share": 0.1},
+    {"what": "pace", "processes": 2, "factor": 1.0},
+    {"what": "pace", "processes": 4, "factor": 1.2},
 ]
 MESSAGES = [
     {"op": "all_reduce", "ranks": 2, "bytes": 1000, "busy_s": 1e-4, "wait_s": 5e-5},
@@ -33,10 +35,27 @@ MESSAGES = [
 
 def test_a_core_is_read_from_the_operations_of_a_file():
     core = core_of(OPERATIONS, "here")
-    calls, resident = {"tp": MessageSeconds(1e-4, 2e-4)}, {"alone": 5e7}
     assert core == Core(
-        Pass(**PASS), Pass(*(2 * v for v in PASS.values())), **REST, calls=calls, resident=resident
+        Pass(**PASS),
+        Pass(*(2 * v for v in PASS.values())),
+        **REST,
+        calls={"tp": MessageSeconds(1e-4, 2e-4)},
+        resident={"alone": Resident(5e7, 0.1)},
+        paces={2: 1.0, 4: 1.2},
     )
+
+
+def test_among_more_processes_all_that_is_busy_takes_longer_and_waits_do_not():
+    core = core_of(OPERATIONS, "here")
+    assert core.among(1) == core.among(2) == core  # as with the fewest that were measured
+    among = core.among(3)
+    assert among.forward.product_flop == pytest.approx(1.1 * core.forward.product_flop)
+    assert among.backward.operation == pytest.approx(1.1 * core.backward.operation)
+    assert (among.step, among.copy_byte) == pytest.approx((1.1 * core.step, 1.1 * core.copy_byte))
+    assert (among.calls["tp"].busy, among.calls["tp"].wait) == pytest.approx((1.1e-4, 2e-4))
+    assert core.among(100) == core.among(4) and core.among(4).step == pytest.approx(2.4e-3)
+    unmeasured = core_of([r for r in OPERATIONS if r["what"] != "pace"], "here")
+    assert unmeasured.among(8) == unmeasured
 
 
 def test_a_pass_adds_up_the_seconds_of_its_work():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.cluster import cluster_of, load_cluster
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import LayerKind, ModelConfig, load_config
@@ -25,6 +25,7 @@ from fivefold.plan.memory import (
     stage_memory,
     verdict,
 )
+from tests.plan.cores import machine as cpu_machine
 
 GIB = 2**30
 DENSE, MOE = LayerKind(moe=False), LayerKind(moe=True)
@@ -399,3 +400,38 @@ def test_a_layout_in_full_agrees_with_its_estimate(text: str) -> None:
     rank = int(role_rank(deepseek.config, layout, memory.worst[0]))
     for kind in KINDS:
         assert stages[rank][kind] == pytest.approx(float(memory.kinds[kind][0]), rel=1e-6), kind
+
+
+# Processes on a CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_", "share"),
+    [
+        ("mb8", 4e7, 0.1),
+        ("dp2 mb4", 5e7, 0.2),
+        ("dp2 zero1 mb4", 6e7, 0.3),
+        ("dp2 zero3 mb4 recompute=full", 6e7, 0.3 + 0.05),
+        ("dp2 mb4 recompute=selective", 5e7, 0.2 + 0.05),
+    ],
+)
+def test_a_process_on_a_cpu_holds_beside_tensors_what_was_measured_of_its_kind(
+    text: str, bytes_: float, share: float
+) -> None:
+    kinds = {
+        "alone": (4e7, 0.1),
+        "messages": (5e7, 0.2),
+        "zero": (6e7, 0.3),
+        "recompute": (0, 0.05),
+    }
+    file = cpu_machine()
+    file["operations"] += [
+        {"what": "resident", "kind": kind, "bytes": size, "share": part}
+        for kind, (size, part) in kinds.items()
+    ]
+    layout = parse(text)
+    cluster = cluster_of(file, "cpu", "cpu", layout.world_size)
+    job = Job(TINY, cluster, 48, 8, "fp32", ENGINES["fivefold"])
+    [stage] = stage_memory(job, layout)
+    tensors = sum(stage[kind] for kind in KINDS if kind not in ("overhead", "reserve"))
+    assert (stage["reserve"], stage["overhead"]) == pytest.approx((bytes_, share * tensors))

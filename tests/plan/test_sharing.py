@@ -8,18 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.layout.many import Layouts
 from fivefold.layout.notation import parse
 from fivefold.model.config import load_config
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate as simulate_alone
-from fivefold.plan.estimate import estimate, simulate
+from fivefold.plan.constants import Constants
+from fivefold.plan.estimate import Estimate, estimate, simulate
 from fivefold.plan.job import ENGINES, Job
 from fivefold.plan.search import Wishes, search
 from fivefold.plan.sharing import simulate as simulate_shared
+from fivefold.plan.time import estimate_time
 from tests.parallel.dry import TINY
 from tests.plan.cores import cluster
 
 BIG = TINY | {"hidden_size": 240, "intermediate_size": 480, "head_dim": 20, "num_hidden_layers": 4}
+
+MIXTURE = BIG | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+}
 
 
 def job(processes: int, global_batch: int = 8, **changes) -> Job:
@@ -164,3 +174,40 @@ def test_a_table_of_ones_own_is_planned_with_all_its_micro_batches():
     layout = replace(parse("pp2 ga8"), schedule=path)
     own, usual = (simulate(job(2), [each])[0].step_s for each in (layout, parse("pp2 ga8")))
     assert 0.5 * usual < own < 2 * usual
+
+
+# Experts with more tokens than others
+
+
+def uneven(cores: int, imbalance: float) -> Estimate:
+    layout = parse("dp4 ep4 mb2")
+    config = load_config(MIXTURE)
+    machine = cluster(4, cores=cores)
+    return estimate(
+        Job(config, machine, 128, 8, "fp32", ENGINES["fivefold"], imbalance=imbalance), layout
+    )
+
+
+def test_ranks_with_cores_of_their_own_wait_for_the_busiest_experts() -> None:
+    even, busy = uneven(4, 1.0), uneven(4, 2.0)
+    assert busy.step_time_s > 1.02 * even.step_time_s
+    assert busy.seconds["compute"] == pytest.approx(even.seconds["compute"])
+    longer = busy.step_time_s - even.step_time_s
+    assert busy.seconds["exposed_ep"] - even.seconds["exposed_ep"] == pytest.approx(longer)
+    assert sum(busy.seconds.values()) == pytest.approx(busy.step_time_s)
+
+
+def test_on_shared_cores_those_who_wait_leave_theirs_to_the_busiest() -> None:
+    assert uneven(2, 2.0).step_time_s == pytest.approx(uneven(2, 1.0).step_time_s)
+    assert uneven(2, 3.0).step_time_s > uneven(2, 1.0).step_time_s
+
+
+def test_the_step_by_formula_waits_for_them_as_the_simulated_one() -> None:
+    for cores in (2, 4):
+        machine = cluster(4, cores=cores)
+        uneven_job = Job(
+            load_config(MIXTURE), machine, 128, 8, "fp32", ENGINES["fivefold"], imbalance=3.0
+        )
+        layouts = Layouts.of([parse("dp4 ep4 mb2")])
+        time = estimate_time(uneven_job, layouts, Constants.of(machine.device))
+        assert time.step[0] == pytest.approx(uneven(cores, 3.0).step_time_s, rel=1e-6)

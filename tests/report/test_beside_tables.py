@@ -16,6 +16,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "cluster": "here.yaml",
         "pp_rank": 1,
         "steps": 9,
+        "imbalance": None,
         "step_s": {"predicted": 0.09, "measured": 0.1},
         "seconds": [
             {
@@ -52,6 +53,15 @@ def test_what_was_planned_stands_beside_what_was() -> None:
     assert line_with(shown, "memory") == "memory of a rank, at most 80.0 MB 90.0 MB"
     assert "Every rank sent what the plan says, to the byte, in the last step." in shown
     assert "calibrate" not in shown
+
+
+def test_how_uneven_the_routing_was_is_told_where_experts_are_spread() -> None:
+    assert "busiest" not in printed(*beside_report(report()))
+    told = "the busiest expert rank had 1.50 times the mean's tokens"
+    assert f"{told}, as planned for." in " ".join(
+        printed(*beside_report(report(imbalance=1.5))).split()
+    )
+    assert f"{told}." in " ".join(printed(*beside_report(unplanned(imbalance=1.5))).split())
 
 
 def test_parts_that_neither_side_has_are_left_out() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fivefold.cluster.cluster import load_cluster
-from fivefold.layout.notation import Layout
+from fivefold.layout.notation import Layout, parse
+from fivefold.ledger import Ledger
 from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.job import ENGINES, Job
 from fivefold.spans import PARTS, Spans, Work
-from fivefold.train.beside import Tally, predicted_seconds
+from fivefold.train.beside import RankOutcome, Tally, measured_imbalance, predicted_seconds
 from tests.parallel.dry import tiny_mixture
 
 
@@ -56,3 +57,15 @@ def test_a_part_of_the_plan_that_has_no_counterpart_is_other() -> None:
     made = planned(Layout(dp=2, accumulation=4))
     more = replace(made, seconds={**made.seconds, "weather": 3.0})
     assert predicted_seconds(more)["other"] == predicted_seconds(made)["other"] + 3.0
+
+
+def test_the_imbalance_is_of_the_busiest_rank_of_each_group_and_layer() -> None:
+    rows = [[30, 10], [10, 10], [20, 40], [20, 0]]  # two groups of two ranks, two layers
+    outcomes = [RankOutcome({}, Ledger(), 0, 0, each) for each in rows]
+    assert measured_imbalance(parse("dp4 ep2"), outcomes) == pytest.approx((1.5 + 1 + 1 + 2) / 4)
+    assert measured_imbalance(parse("dp4"), outcomes) is None
+
+
+def test_a_layer_without_tokens_is_even() -> None:
+    outcomes = [RankOutcome({}, Ledger(), 0, 0, [0]) for _ in range(2)]
+    assert measured_imbalance(parse("dp2 ep2"), outcomes) == 1.0

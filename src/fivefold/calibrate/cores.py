@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
-from fivefold.calibrate.steps import call_records, resident_records, step_s
+from fivefold.calibrate.steps import call_records, pace_records, resident_records, step_s
 from fivefold.cluster.cluster import Cluster, cluster_of
-from fivefold.cluster.cores import Pass
+from fivefold.cluster.cores import Pass, core_of
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig, load_config
@@ -49,6 +49,8 @@ def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Reco
         lists["operations"][-1]["step"] = rounded(step_s(points, cluster))
         lists["operations"] += call_records(points, cluster)
         lists["operations"] += resident_records(points, cluster)
+        cluster = cluster_of({**top, **lists}, "here", "here", devices)
+        lists["operations"] += pace_records(points, cluster)
     return lists
 
 
@@ -81,10 +83,11 @@ def pass_errors(points: Sequence[Point], cluster: Cluster) -> dict[str, Floats]:
     """How far the cores of a cluster are from the layers and heads that were measured, relative, by
     kind of pass."""
     errors: dict[str, list[float]] = {"forward": [], "backward": []}
+    core = core_of(cluster.operations, cluster.name)  # as it works by itself
     for point in points:
         if point.what in FITTED:
             part = str(point.sizes["part"])
-            seconds = getattr(cluster.core, part).seconds(block_work(point, cluster))
+            seconds = getattr(core, part).seconds(block_work(point, cluster))
             errors[part].append(abs(float(seconds) / point.cpu_s - 1))
     return {part: np.array(each) for part, each in errors.items()}
 

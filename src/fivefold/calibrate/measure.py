@@ -55,7 +55,7 @@ def measure_locally(grid: Grid, device: str, processes: int) -> Measured:
 
 def _steps(processes: int) -> Iterator[Point]:
     """Whole steps of a small model, where there are two processes for them."""
-    for model, text in steps.cases() if processes > 1 else ():
+    for model, text in steps.cases(processes) if processes > 1 else ():
         world_size = steps.layout_of(text).world_size
         yield from merged(launch(steps.measure_step, world_size, model, text))
 

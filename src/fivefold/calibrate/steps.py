@@ -1,8 +1,10 @@
-"""Whole training steps of a small model on two processes: what splits and steps take beside the
-layers, the messages and the optimizer that were measured one by one."""
+"""Whole training steps: what splits and steps take beside the layers, the messages and the
+optimizer that were measured one by one, how much slower all goes among many processes, and what
+memory a process takes beside its tensors."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,17 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
+from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
 from fivefold.plan.estimate import number, simulate
 from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.memory import KINDS, stage_memory
+from fivefold.plan.memory import KINDS, resident_kinds, stage_memory
 from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
-STEPS, WARM_UP = 10, 3
+STEPS, WARM_UP = {"dense": 10, "mixture": 10, "larger": 7}, 2
 ALONE = "mb2"
 SPLITS = {
     "zero": "dp2 zero3 mb2",
@@ -48,14 +52,29 @@ MIXTURE = DENSE | {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.02,
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE}
+LARGER = DENSE | {
+    "hidden_size": 320,
+    "intermediate_size": 832,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "larger": LARGER}
+PACED = ("mb4", "dp2 mb4", "pp2 mb2", "dp4 mb2", "pp4 mb2", "dp8", "pp4 dp2 mb2")
+"""Layouts of the larger model that show how a step goes among so many processes."""
+RECOMPUTED = "dp2 mb4 recompute=full"
 
 
-def cases() -> list[tuple[str, str]]:
-    """The (model, layout) that are measured; those of two processes last."""
+def cases(processes: int) -> list[tuple[str, str]]:
+    """The (model, layout) that are measured with up to so many processes."""
     dense = [text for name, text in SPLITS.items() if name != "ep"]
-    mixture = [("mixture", UNSPLIT), ("mixture", SPLITS["ep"])]
-    return [*(("dense", text) for text in (ALONE, UNSPLIT, *dense)), *mixture]
+    larger = (*PACED, SPLITS["zero"], RECOMPUTED)
+    all_cases = [
+        *(("dense", text) for text in (ALONE, UNSPLIT, *dense)),
+        *(("mixture", text) for text in (UNSPLIT, SPLITS["ep"])),
+        *(("larger", text) for text in larger),
+    ]
+    return [case for case in all_cases if layout_of(case[1]).world_size <= processes]
 
 
 def layout_of(text: str) -> Layout:
@@ -91,7 +110,7 @@ def measure_step(model: str, text: str) -> list[Point]:
     )
     whole, passes = _Clocked(trainer.step), _Clocked(trainer.pipeline.run_step)
     trainer.pipeline.run_step = passes  # pyright: ignore[reportAttributeAccessIssue]
-    for step in range(STEPS):
+    for step in range(STEPS[model]):
         whole(step, 1e-4)
     sizes: dict[str, int | str] = {"model": model, "layout": text}
     grown = {**sizes, "bytes": peak_memory_bytes() - before_bytes}
@@ -99,8 +118,11 @@ def measure_step(model: str, text: str) -> list[Point]:
         [of_step - of_passes for of_step, of_passes in zip(*pair, strict=True)]
         for pair in ((whole.wall_s, passes.wall_s), (whole.cpu_s, passes.cpu_s))
     ]
+    step = Point("step", sizes, _steady(whole.wall_s), _steady(whole.cpu_s))
+    if model == "larger":
+        step = Point("pace", sizes, _usual(whole.wall_s), _usual(whole.cpu_s))
     return [
-        Point("step", sizes, _steady(whole.wall_s), _steady(whole.cpu_s)),
+        step,
         Point("outside", sizes, _steady(outside[0]), _steady(outside[1])),
         Point("resident", grown, _steady(whole.wall_s), _steady(whole.cpu_s)),
     ]
@@ -125,6 +147,11 @@ class _Clocked:
 def _steady(seconds: Sequence[float]) -> float:
     """The least of those after the warm-up: what else the machine does only adds to them."""
     return min(seconds[WARM_UP:])
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """Where processes wait for their turns, no step is without."""
+    return statistics.median(seconds[WARM_UP:])
 
 
 @dataclass(frozen=True)
@@ -201,24 +228,66 @@ def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, An
     return records
 
 
-RESIDENT = {"alone": ALONE, "messages": UNSPLIT, "zero": SPLITS["zero"]}
-"""The layouts whose processes show what they hold beside tensors (`cores.Core.resident`)."""
-
-
 def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
-    """Bytes that the larger process of a run grew by, and no tensor is planned to take."""
-    records = []
-    for kind, text in RESIDENT.items():
-        grown = max(
-            int(point.sizes["bytes"])
-            for point in points
-            if point.what == "resident"
-            and (point.sizes["model"], point.sizes["layout"]) == ("dense", text)
-        )
-        [stage] = stage_memory(_job(cluster, "dense", layout_of(text)), layout_of(text))
-        tensors = sum(stage[kind] for kind in KINDS)
-        records.append({"what": "resident", "kind": kind, "bytes": max(0, round(grown - tensors))})
-    return records
+    """What processes grew by, and no tensor is planned to take: by kinds of layouts on a straight
+    line through all that were measured; and what recomputation adds to the share of tensors."""
+    seen: dict[str, list[tuple[float, float]]] = {}
+    for model, text in dict.fromkeys(
+        (str(point.sizes["model"]), str(point.sizes["layout"]))
+        for point in points
+        if point.what == "resident"
+    ):
+        kind = "recompute"
+        if text != RECOMPUTED:
+            kind = str(resident_kinds(Layouts.of([layout_of(text)]))[0])
+        seen.setdefault(kind, []).append(_resident(points, cluster, model, text))
+    [(tensors, beside)] = seen.pop("recompute")
+    lines = {kind: _line(each) for kind, each in seen.items()}
+    bytes_, share = lines["messages"]
+    lines["recompute"] = 0.0, max(0.0, (beside - bytes_) / tensors - share)
+    return [
+        {"what": "resident", "kind": kind, "bytes": round(bytes_), "share": rounded(share)}
+        for kind, (bytes_, share) in lines.items()
+    ]
+
+
+def _line(seen: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Bytes, and the share of tensors, that are nearest to what was seen beside tensors."""
+    tensors, beside = np.array(seen).T
+    bytes_, share = least_relative_squares(
+        np.stack([np.ones_like(tensors), tensors], 1), np.maximum(beside, 1.0)
+    )
+    return float(bytes_), float(share)
+
+
+def _resident(
+    points: Sequence[Point], cluster: Cluster, model: str, text: str
+) -> tuple[float, float]:
+    """Bytes of tensors in the larger process, as planned, and what it took beside them."""
+    grown = max(
+        int(point.sizes["bytes"])
+        for point in points
+        if point.what == "resident"
+        and (point.sizes["model"], point.sizes["layout"]) == (model, text)
+    )
+    stages = stage_memory(_job(cluster, model, layout_of(text)), layout_of(text))
+    tensors = max(sum(stage[kind] for kind in KINDS) for stage in stages)
+    return tensors, grown - tensors
+
+
+def pace_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
+    """How much longer the steps of so many processes took than is planned so far: the geometric
+    mean of layouts."""
+    ratios: dict[int, list[float]] = {}
+    for point in points:
+        if point.what == "pace" and point.sizes["layout"] in PACED:
+            layout = layout_of(str(point.sizes["layout"]))
+            [step] = simulate(_job(cluster, "larger", layout), [layout])
+            ratios.setdefault(layout.world_size, []).append(point.wall_s / step.step_s)
+    return [
+        {"what": "pace", "processes": count, "factor": rounded(statistics.geometric_mean(each))}
+        for count, each in sorted(ratios.items())
+    ]
 
 
 def _unplanned(

@@ -132,8 +132,9 @@ class Cluster:
 
     @cached_property
     def core(self) -> Core:
-        """One of the cores that the devices share. UserError where the file lacks a part of it."""
-        return core_of(self.operations, self.name)
+        """One of the cores that the devices share, as it works where all of them do. UserError
+        where the file lacks a part of it."""
+        return core_of(self.operations, self.name).among(self.num_devices)
 
     def with_devices(self, num_devices: int) -> Cluster:
         """The same machine with another number of devices."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,40 @@ class Core:
     calls: Mapping[str, MessageSeconds]
     """What the program does around a message, beside the message, by kinds of messages (see
     `plan.sharing.kind_of`); nothing for a kind that is not among them."""
-    resident: Mapping[str, float]
-    """Bytes that a process comes to hold beside its tensors, once it runs: libraries, buffers of
-    messages, what lies idle between tensors. `alone`, with `messages`, with those of `zero`."""
+    resident: Mapping[str, Resident]
+    """What a process comes to hold beside its tensors: `alone`, with `messages`, with those of
+    `zero`; and what `recompute` adds."""
+    paces: Mapping[int, float]
+    """How much longer what a process does takes in a whole step of so many processes than it was
+    measured to take by itself: where they share a core, each finds the caches full of others'."""
+
+    def among(self, processes: int) -> Core:
+        """As it works in a step of so many processes: between numbers of them that were measured,
+        or as in the nearest."""
+        if not self.paces:
+            return self
+        measured = sorted(self.paces)
+        pace = float(np.interp(processes, measured, [self.paces[each] for each in measured]))
+        forward, backward = (
+            Pass(*(pace * rate for rate in astuple(each))) for each in (self.forward, self.backward)
+        )
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            copy_byte=pace * self.copy_byte,
+            optimizer_element=pace * self.optimizer_element,
+            step=pace * self.step,
+            calls={kind: replace(each, busy=pace * each.busy) for kind, each in self.calls.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Beside tensors."""
+
+    bytes: float  # libraries, buffers of messages
+    share: float  # of the tensors, which lies idle between them
 
 
 @dataclass(frozen=True)
@@ -86,11 +117,20 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
         if record.get("what") == "call"
     }
     resident = {
-        str(record.get("kind")): _number(record, "bytes", "bytes that are resident")
+        str(record.get("kind")): Resident(
+            *(_number(record, name, f"{name} that is resident") for name in ("bytes", "share"))
+        )
         for record in operations
         if record.get("what") == "resident"
     }
-    return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident)
+    paces = {
+        int(_number(record, "processes", "processes of a pace")): _number(
+            record, "factor", "factor of a pace"
+        )
+        for record in operations
+        if record.get("what") == "pace"
+    }
+    return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident, paces)
 
 
 MESSAGE_KEYS = ("ranks", "bytes", "busy_s", "wait_s")

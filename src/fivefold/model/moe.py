@@ -192,6 +192,7 @@ class MoE(nn.Module):
         if moe.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
         self.exchange: Exchange = NoExchange()
+        self.rows = 0  # that the experts here worked on in the last call
 
     def forward(self, x: Tensor, sequence_length: int, valid: Tensor) -> tuple[Tensor, Tensor]:
         """x [sequence, batch, hidden] (perhaps a part of each sequence, whose whole length is
@@ -210,6 +211,7 @@ class MoE(nn.Module):
         shared = self._shared(x)  # beside the rows' way
         rows, local_counts, state = self.exchange.arrive(travelling)
         del travelling  # the rows as they left
+        self.rows = rows.shape[0]
         rows = self.exchange.combine(self.experts(rows, local_counts), state)
         chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)
         y = (chosen * weights.to(chosen.dtype).unsqueeze(-1)).sum(1)

@@ -216,6 +216,8 @@ class Stages:
     """What the virtual stages of one layout hold, and how long they take."""
 
     def __init__(self, job: Job, layout: Layout, constants: Constants, time: Time) -> None:
+        if job.cluster.cores:  # what the busiest experts compute more is in `time`'s waits
+            job = replace(job, imbalance=1.0)
         self.job, self.layout, self.time, self.constants = job, layout, time, constants
         self.counts = layout.layers or split_layers(job.config.num_layers, layout.stages)
         compute = self._stage_compute()
@@ -501,6 +503,10 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
             seconds[key] = seconds.get(key, 0.0) + exposed
         elif _happens(row):
             seconds["slowed"] += slowdown * number(row.seconds - row.waits)
+    waits = number(rank.for_experts.forward + rank.for_experts.backward)
+    if waits:
+        waits *= number(rank.micro_batches)
+        seconds["exposed_ep"] = seconds.get("exposed_ep", 0.0) + waits
     return {**seconds, "bubble": simulated.step_s - sum(seconds.values())}
 
 

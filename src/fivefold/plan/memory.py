@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fivefold.cluster.cores import Core
+from fivefold.cluster.cores import Core, Resident
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
 from fivefold.model.config import TRAINED_FAMILIES, LayerKind, ModelConfig
@@ -252,18 +253,19 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        # On a CPU, too, freed memory is kept (train.launch.keep_freed_memory): assumed, as much.
-        kinds["overhead"] = FRAGMENTATION * sum(kinds.values())
         cluster = self.job.cluster
         if cluster.cores:
-            kinds["reserve"] = resident_bytes(cluster.core, self.layouts)
+            beside, share = resident(cluster.core, self.layouts)
         else:
-            kinds["reserve"] = reserve_bytes(self.layouts)
+            beside, share = reserve_bytes(self.layouts), FRAGMENTATION
+        kinds["overhead"] = share * sum(kinds.values())
+        kinds["reserve"] = beside
         return kinds
 
     def own_program(self) -> dict[str, Numbers]:
         own = own_memory(self.job, self.layouts, self.rank, self.work)
-        return {**own, "logits": 0.0, "buffers": own.pop("temporary")}
+        buffers = own.pop("temporary")
+        return {**own, "logits": 0.0, "buffers": buffers}
 
     def worst_moment(self) -> dict[str, Numbers]:
         """At the worst of the three moments."""
@@ -427,10 +429,21 @@ class _Rank:
         return largest + expert / (moe.num_experts / self.layouts.ep)
 
 
-def resident_bytes(core: Core, layouts: Layouts) -> Numbers:
-    """Of a process on a CPU, beside its tensors."""
-    alone, messages, zero = (core.resident.get(kind, 0.0) for kind in ("alone", "messages", "zero"))
-    return np.select([layouts.world_size == 1, layouts.zero == 0], [alone, messages], zero)
+def resident_kinds(layouts: Layouts) -> NDArray[np.str_]:
+    """Of the processes of layouts on a CPU, as `cores.Core.resident` has it."""
+    return np.select([layouts.world_size == 1, layouts.zero == 0], ["alone", "messages"], "zero")
+
+
+def resident(core: Core, layouts: Layouts) -> tuple[Numbers, Numbers]:
+    """What a process on a CPU holds beside its tensors: bytes, and a share of the tensors."""
+    kinds, none = resident_kinds(layouts), Resident(0.0, 0.0)
+    again = core.resident.get("recompute", none).share * (layouts.recompute != "none")
+    bytes_, share = np.zeros(len(layouts)), np.zeros(len(layouts))
+    for kind in ("alone", "messages", "zero"):
+        found = core.resident.get(kind, none)
+        bytes_ = np.where(kinds == kind, found.bytes, bytes_)
+        share = np.where(kinds == kind, found.share, share)
+    return bytes_, share + again
 
 
 def reserve_bytes(layouts: Layouts) -> Numbers:

@@ -58,6 +58,7 @@ class Rank:
     send: Numbers  # of one message to the next stage
     rows: list[Row]
     waits: Waits = NO_WAITS
+    for_experts: Waits = NO_WAITS  # the part of `waits` for the rank with the most tokens
 
     @property
     def busy(self) -> Numbers:

@@ -22,6 +22,7 @@ from fivefold.ledger import Transfer
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.work import Work
 from fivefold.plan.compute import Seconds
+from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers
 from fivefold.plan.parts import Message, Passes, Rank, Row, Traffic, Waits
 from fivefold.plan.pipeline import pipeline_step_s
@@ -66,7 +67,25 @@ def _between_stages(transfer: Transfer) -> bool:
     return transfer.axis == "pp" and transfer.op == "send"
 
 
-def rank(cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes) -> Rank:
+def waits_for_experts(job: Job, layouts: Layouts, mean: Seconds, busiest: Seconds) -> Waits:
+    """Of a mean rank for the one whose experts have the most tokens, in a micro-batch; `mean` and
+    `busiest` are what they compute.
+
+    Its part is (imbalance - 1) of the experts' share of `mean`. Where the ranks that wait shared
+    cores with it, they leave them to it, and it is the sooner done.
+    """
+    more = np.minimum(job.imbalance, layouts.ep) - 1.0
+    sharing = np.maximum(1.0, layouts.world_size / layouts.pp / (job.cluster.cores or 1)) - 1.0
+    alone = np.maximum(0.0, 1.0 - sharing / np.maximum(more, 1e-9))
+    return Waits(
+        forward=alone * (busiest.forward - mean.forward),
+        backward=alone * (busiest.backward - mean.backward),
+    )
+
+
+def rank(
+    cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes, for_experts: Waits
+) -> Rank:
     """What one pipeline rank does; `compute` of one micro-batch, `outside` is its part of it."""
     work, m = traffic.work, traffic.work.micro_batches
     busy: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
@@ -96,7 +115,12 @@ def rank(cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes) 
         optimizer=optimizer,
         send=send,
         rows=rows,
-        waits=Waits(waits["forward"] / m, waits["backward"] / m, waits["once"]),
+        waits=Waits(
+            waits["forward"] / m + for_experts.forward,
+            waits["backward"] / m + for_experts.backward,
+            waits["once"],
+        ),
+        for_experts=for_experts,
     )
 
 

@@ -9,6 +9,8 @@ as far as it is longer than that compute. Which transfer can run beside what is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,18 +77,9 @@ def step_time(
     job: Job, layouts: Layouts, traffic: dict[str, Traffic], constants: Constants
 ) -> Time:
     """The step time of layouts whose traffic is known."""
-    per_kind = _layer_seconds(job, layouts, constants)
     if job.cluster.cores:
-        ranks = {
-            role: sharing.rank(
-                job.cluster,
-                mine,
-                compute_of(job, layouts, per_kind, mine.work),
-                outside_of(per_kind, mine.work),
-            )
-            for role, mine in traffic.items()
-        }
-        return Time(sharing.step_s(job.cluster, layouts, ranks), ranks)
+        return _time_on_cores(job, layouts, traffic, constants)
+    per_kind = _layer_seconds(job, layouts, constants)
     ranks = {
         role: _rank(job, layouts, constants, per_kind, role, mine) for role, mine in traffic.items()
     }
@@ -118,6 +111,23 @@ def step_time(
     once = np.maximum.reduce([rank.once for rank in roles])
     step = whole_step_s(job, layouts, constants, pipeline + once)
     return Time(step, ranks)
+
+
+def _time_on_cores(
+    job: Job, layouts: Layouts, traffic: dict[str, Traffic], constants: Constants
+) -> Time:
+    """On cores that processes share, where what one rank computes more than another is a wait to
+    the others, in which it may have their cores."""
+    even = _layer_seconds(replace(job, imbalance=1.0), layouts, constants)
+    uneven = _layer_seconds(job, layouts, constants)
+    ranks = {}
+    for role, mine in traffic.items():
+        mean = compute_of(job, layouts, even, mine.work)
+        busiest = compute_of(job, layouts, uneven, mine.work)
+        for_experts = sharing.waits_for_experts(job, layouts, mean, busiest)
+        outside = outside_of(even, mine.work)
+        ranks[role] = sharing.rank(job.cluster, mine, mean, outside, for_experts)
+    return Time(sharing.step_s(job.cluster, layouts, ranks), ranks)
 
 
 GRAPHED_STEP = 0.2

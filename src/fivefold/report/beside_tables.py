@@ -73,6 +73,12 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield "[bold red]The last step did not send what the plan says.[/]"
     elif report["ledger"]:
         yield "Every rank sent what the plan says, to the byte, in the last step."
+    if report["imbalance"] is not None:
+        planned = report["step_s"]["predicted"] is not None
+        yield (
+            "In the last micro-batch the busiest expert rank had "
+            f"{report['imbalance']:.2f} times the mean's tokens{', as planned for' * planned}."
+        )
     if report["device"] == "cuda":
         yield (
             "Times are the host's, which issues a message to a GPU and goes on: what is waited for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 from fivefold.calibrate.machine import here_path
 from fivefold.cluster.cluster import Cluster, load_cluster
 from fivefold.errors import UserError
+from fivefold.layout.notation import Layout
 from fivefold.layout.ranks import groups
 from fivefold.ledger import Ledger
 from fivefold.plan.estimate import Estimate, estimate
@@ -56,15 +58,17 @@ class RankOutcome:
     ledger: Ledger  # of the last step
     memory_bytes: int  # at most, beyond what the process had before the model was built
     peak_bytes: int  # at most, with that
+    expert_rows: list[int]  # by its MoE layers: that its experts worked on in the last micro-batch
 
 
 # --- the plan's side ---------------------------------------------------------------------------
 
 
-def predict(plan: Plan) -> Estimate | None:
+def predict(plan: Plan, imbalance: float = 1.0) -> Estimate | None:
     """What the planner says of this very run on the run's cluster, or where it names none on this
     machine as `fivefold calibrate` has measured it; None where it has not. UserError where the
-    cluster is not known or cannot compute in the run's precision."""
+    cluster is not known or cannot compute in the run's precision. `imbalance`: tokens of the
+    busiest expert rank over the mean."""
     run, layout = plan.run, plan.layout
     cluster = _cluster_of(plan)
     if cluster is None:
@@ -76,6 +80,7 @@ def predict(plan: Plan) -> Estimate | None:
         run.global_batch,
         run.precision,
         ENGINES["fivefold"],
+        imbalance=imbalance,
     )
     return estimate(job, layout)
 
@@ -130,10 +135,21 @@ def gather(outcome: RankOutcome) -> list[RankOutcome] | None:
     return cast("list[RankOutcome] | None", everyone)
 
 
+def measured_imbalance(layout: Layout, outcomes: Sequence[RankOutcome]) -> float | None:
+    """Rows of the busiest expert rank over the mean, in the last micro-batch: the mean of layers.
+    None without expert parallelism."""
+    ratios = []
+    for ranks in groups(layout, "ep").tolist() if layout.ep > 1 else ():
+        for rows in zip(*(outcomes[rank].expert_rows for rank in ranks), strict=True):
+            ratios.append(max(rows) * len(rows) / sum(rows) if any(rows) else 1.0)
+    return statistics.fmean(ratios) if ratios else None
+
+
 def beside(
     plan: Plan, estimate: Estimate | None, outcomes: Sequence[RankOutcome], steps: int
 ) -> Report:
-    """The plan beside the run, as plain data; None where the plan says nothing.
+    """The plan beside the run, as plain data; None where the plan says nothing. What the router
+    chose no planner can know: it is told how far the run's was from even.
 
     The planner speaks of the pipeline rank that works longest; where it speaks, the measured
     seconds are those of that pipeline rank's ranks, else of all ranks. `steps` were measured.
@@ -141,6 +157,9 @@ def beside(
     from fivefold.train.check import compare_ledgers
 
     layout, run = plan.layout, plan.run
+    imbalance = measured_imbalance(layout, outcomes)
+    if estimate is not None and imbalance is not None:
+        estimate = predict(plan, imbalance)
     rows, differences = compare_ledgers(
         plan.config,
         layout,
@@ -164,6 +183,7 @@ def beside(
         "cluster": run.cluster,
         "pp_rank": pp_rank,
         "steps": steps,
+        "imbalance": imbalance,
         "step_s": {
             "predicted": estimate and estimate.step_time_s,
             "predicted_low": estimate and estimate.step_time_low_s,

@@ -160,7 +160,6 @@ class _Worker:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _end_with_parent(self.parent)
-        keep_freed_memory()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the terminal's input is the parent's
         where.record = self.records[self.rank]
         try:
@@ -216,21 +215,6 @@ def init_process_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=gpu,
     )
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what tensors free for the next ones (up to 32 MiB each, its limit).
-
-    It would give large blocks back to the system, which then has to clear and map their pages anew
-    at every use: a third of a small model's step in one layout (docs/decisions.md). GPUs do not
-    mind.
-    """
-    if sys.platform == "linux":
-        m_trim_threshold, m_mmap_threshold = -1, -3  # glibc's malloc.h
-        c_library = ctypes.CDLL(None)
-        if hasattr(c_library, "mallopt"):  # musl has none
-            c_library.mallopt(m_mmap_threshold, 32 * 2**20)
-            c_library.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _end_with_parent(parent: int) -> None:

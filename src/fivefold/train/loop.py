@@ -256,7 +256,9 @@ def train_rank(prepared: Prepared, start: Saved | None, estimate: Estimate | Non
     try:
         last = _steps(trainer, run, start, reporter, tally)
         peak = peak_memory_bytes()
-        outcome = RankOutcome(tally.mean(), trainer.ledger, peak - memory_before, peak)
+        outcome = RankOutcome(
+            tally.mean(), trainer.ledger, peak - memory_before, peak, _expert_rows(trainer)
+        )
         outcomes = gather(outcome)
         if reporter is not None and outcomes is not None:
             reporter.finish(last, max(each.peak_bytes for each in outcomes))
@@ -264,6 +266,14 @@ def train_rank(prepared: Prepared, start: Saved | None, estimate: Estimate | Non
     finally:
         if reporter is not None:
             reporter.close()
+
+
+def _expert_rows(trainer: Trainer) -> list[int]:
+    """By MoE layer: the rows that this rank's experts worked on in the last micro-batch."""
+    from fivefold.model.moe import MoE
+
+    modules = (m for stage in trainer.stages.values() for m in stage.modules())
+    return [module.rows for module in modules if isinstance(module, MoE)]
 
 
 def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:

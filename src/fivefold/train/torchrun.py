@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError
 from fivefold.train.failures import CUT_OFF, GRACE_S, describe, explain, where
-from fivefold.train.launch import init_process_group, keep_freed_memory
+from fivefold.train.launch import init_process_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -51,7 +51,6 @@ def join(device: str, timeout_s: float = 300.0) -> None:
             f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are numbered from 0 to "
             f"{world_size - 1}"
         )
-    keep_freed_memory()
     store = _meet(rank, world_size, timeout_s)
     local_rank = 0
     if device == "cuda":
