@@ -527,6 +527,10 @@ def test_schedule_names_what_it_knows(capsys):
         (["1f1b", "--weight-s", "3"], "--weight-s 3 is a part of the backward"),
         (["1f1b", "--forward-s", "inf"], "inf is no number of seconds"),
         (["1f1b", "--svg", "none/a.svg"], "cannot write none/a.svg"),
+        (["1f1b", "--overlapped-s", "3"], "dualpipe and dualpipe-v have some"),
+        (["interleaved", "--vpp", "1"], "interleaved is 1f1b with 2 or more stages a rank"),
+        (["examples/own-schedule.csv", "--pp", "9"], "is a table with pp 2, not 9"),
+        (["examples/own-schedule.csv", "--micro-batches", "99"], "with micro batches"),
     ],
 )
 def test_schedule_refuses_in_one_sentence(capsys, arguments: list[str], words: str):

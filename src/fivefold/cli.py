@@ -686,10 +686,12 @@ def schedule(
         str | None,
         typer.Argument(metavar="NAME", help="Such as zb-v, or a table of your own: FILE.csv."),
     ] = None,
-    pp: Annotated[int, typer.Option("--pp", metavar="N", min=1, help="Pipeline ranks.")] = 4,
+    pp: Annotated[
+        int | None, typer.Option("--pp", metavar="N", min=1, help="Pipeline ranks; 4.")
+    ] = None,
     micro_batches: Annotated[
-        int, typer.Option("--micro-batches", metavar="N", min=1, help="Of a step.")
-    ] = 8,
+        int | None, typer.Option("--micro-batches", metavar="N", min=1, help="Of a step; 8.")
+    ] = None,
     vpp: Annotated[
         int | None,
         typer.Option("--vpp", metavar="N", min=1, help="Stages a rank; as few as it can be."),
@@ -772,6 +774,11 @@ def schedule(
     if weight_s is not None and weight_s > backward_s:
         raise UserError(
             f"--weight-s {weight_s:g} is a part of the backward, and --backward-s is {backward_s:g}"
+        )
+    if overlapped_s is not None and not any(table.pairs):
+        raise UserError(
+            f"{name} has no forward beside a backward, so that --overlapped-s says nothing: "
+            "dualpipe and dualpipe-v have some"
         )
     result = simulate(
         table, forward_s, backward_s, send_s, weight_s=weight_s, overlapped_s=overlapped_s

@@ -187,6 +187,7 @@ def test_a_wrong_name_or_line_is_refused_with_what_would_work(text: str, message
         ("device: h100\ntiers: [{name: a, bandwidth_gb_s: -1}]", "above 0, not -1"),
         ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, shape: star}]", "unknown shape"),
         ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, shape: ring}]", "needs links"),
+        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, efficiency: 2}]", "at most 1, not 2"),
         ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, latency_us: 3}]", "3 numbers"),
         ("device: {name: X}\ntiers: [{name: a, bandwidth_gb_s: 1}]", "'memory_bytes' is missing"),
         ("- 1", "must be a mapping"),

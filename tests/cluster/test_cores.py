@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fivefold.cluster.cores import Core, MessageSeconds, Pass, Resident, core_of, message_s
+from fivefold.cluster.cores import (
+    Core,
+    MessageSeconds,
+    Pass,
+    Resident,
+    check_messages,
+    core_of,
+    message_s,
+)
 from fivefold.errors import UserError
 
 PASS = {
@@ -90,3 +98,10 @@ def test_a_group_of_one_sends_nothing():
 def test_a_message_that_was_not_measured_is_named():
     with pytest.raises(UserError, match="no message send"):
         message_s(MESSAGES, "send", 2, 1000)
+
+
+def test_what_is_not_known_is_refused_by_its_name():
+    with pytest.raises(UserError, match="here has operations 'pase', which are not known"):
+        core_of([*OPERATIONS, {"what": "pase"}], "here")
+    with pytest.raises(UserError, match="'busy' of a message all_reduce, which is not known"):
+        check_messages([{**MESSAGES[0], "busy": 1.0}], "here")

@@ -107,7 +107,7 @@ def test_the_first_reason_is_whether_the_model_fits_one_device(costs):
     costs["dp1"] = (1.0, 1204.0)
     first = reasons(job(), layout("tp8 sp pp2"), LIMIT)[0]
     assert first.text == (
-        "The model does not fit one device: it needs 1,204 GB there, and has 80 to use."
+        "The model does not fit one device: it needs 1,204 GB there, and has 80 GB to use."
     )
     costs["dp1"] = (1.0, 30.0)
     assert "samples alone are split" in reasons(job(), layout("dp64"), LIMIT)[0].text
@@ -120,7 +120,7 @@ def test_each_split_is_there_for_memory_for_time_or_for_the_batch(costs):
     costs["pp2 dp32 zero1 ga2"] = (1.31, 60.0)
     costs["tp8 pp2 dp4 zero1 ga16"] = (1.001, 60.0)
     why = {reason.split: reason for reason in reasons(job(), chosen, LIMIT)}
-    assert why["pp"].text == "PP 2: without it a device needs 96.0 GB, and has 80 to use."
+    assert why["pp"].text == "PP 2: without it a device needs 96.0 GB, and has 80 GB to use."
     assert why["pp"].peak_memory_bytes == 96e9
     assert why["tp"].text == "TP 8: without it a step takes 1.31 x as long."
     assert why["megatron sp"].text == "megatron SP: without it a step takes the same (1.001 x)."

@@ -371,7 +371,7 @@ def _tier(data: Any, index: int, where: str) -> Tier:
         shape=shape,
         links=_whole(data, "links", where, 1),
         latency_s=latency_s,
-        efficiency=_number(data, "efficiency", where, NEAR_EFFICIENCY if near else FAR_EFFICIENCY),
+        efficiency=_share(data, "efficiency", where, NEAR_EFFICIENCY if near else FAR_EFFICIENCY),
         oversubscription=_number(data, "oversubscription", where, 1),
         rails=_whole(data, "rails", where, 1),
         in_switch_reduce=(
@@ -402,6 +402,13 @@ def _check_keys(data: Any, known: tuple[str, ...], needed: tuple[str, ...], wher
     for key in needed:
         if key not in data:
             raise UserError(f"{where}: the key {key!r} is missing")
+
+
+def _share(data: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    value = _number(data, key, where, default)
+    if value > 1:
+        raise UserError(f"{where}: {key} is a share of the whole, at most 1, not {value:g}")
+    return value
 
 
 def _number(data: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:

@@ -98,6 +98,12 @@ class MessageSeconds:
 def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
     """The core that was measured. UserError where the operations of file `where` lack a part."""
     records = {record.get("what"): record for record in operations}
+    for what in records:
+        if what not in OPERATIONS:
+            raise UserError(
+                f"{where} has operations {what!r}, which are not known: known are "
+                f"{', '.join(OPERATIONS)}"
+            )
 
     def _number(record: Mapping[str, Any], name: str, what: str) -> float:
         return checked(record.get(name), f"{where} has cores but no {what}")
@@ -133,6 +139,8 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
     return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident, paces)
 
 
+OPERATIONS = ("forward", "backward", "rest", "call", "resident", "pace")
+"""The records of a core's operations, by their `what`."""
 MESSAGE_KEYS = ("ranks", "bytes", "busy_s", "wait_s")
 
 
@@ -142,6 +150,12 @@ def check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
         op = record.get("op")
         if op not in MESSAGES:
             raise UserError(f"{where} has a message {op!r}: known are {', '.join(MESSAGES)}")
+        for name in record:
+            if name not in ("op", *MESSAGE_KEYS):
+                raise UserError(
+                    f"{where} has {name!r} of a message {op}, which is not known: known are "
+                    f"{', '.join(MESSAGE_KEYS)}"
+                )
         for name in MESSAGE_KEYS:
             checked(record.get(name), f"{where} has no {name} of a message {op}")
 

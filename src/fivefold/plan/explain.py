@@ -481,4 +481,4 @@ def gb(count: float) -> str:
 
 def to_use(limit_bytes: float) -> str:
     """The words after what a device would need: what it has."""
-    return f"and has {limit_bytes / 1e9:,.1f}".removesuffix(".0") + " to use"
+    return f"and has {f'{limit_bytes / 1e9:,.1f}'.removesuffix('.0')} GB to use"

@@ -54,6 +54,8 @@ def check_writer(path: str) -> None:
             f"the timeline {path} needs the package perfetto, which is not installed: "
             "pip install perfetto"
         )
+    if Path(path).is_dir():
+        raise UserError(f"the timeline {path} cannot be written: that is a folder")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise UserError(f"the timeline {path} cannot be written: there is no folder {folder}")

@@ -180,7 +180,7 @@ def beside(
         "layout": str(layout),
         "precision": run.precision,
         "device": plan.device,
-        "cluster": run.cluster,
+        "cluster": run.cluster or (estimate and "here"),
         "pp_rank": pp_rank,
         "steps": steps,
         "imbalance": imbalance,

@@ -59,16 +59,21 @@ LARGEST_ASKED_FOR = 4_000_000
 """Actions of a schedule that is drawn or timed by hand."""
 
 
-def asked_for(name: str, pp: int, vpp: int | None, micro_batches: int) -> Schedule:
-    """The schedule that someone names: without `vpp`, with as few stages a rank as it can have; a
-    file says its numbers itself. It has been proved. Raises UserError as `build` does, and for a
-    schedule that is too large.
+def asked_for(name: str, pp: int | None, vpp: int | None, micro_batches: int | None) -> Schedule:
+    """The schedule that someone names: of 4 ranks and 8 micro-batches, and as few stages a rank as
+    it can have, where no other numbers are given; a file says its numbers itself. It has been
+    proved. Raises UserError as `build` does, for a file that has other numbers than are given, and
+    for a schedule that is too large.
     """
     if is_table_file(name):
-        return from_file(name)
+        return _with_numbers(from_file(name), pp, vpp, micro_batches)
+    pp, micro_batches = pp or 4, micro_batches or 8
+    if name == "interleaved":
+        if vpp == 1:
+            raise UserError("interleaved is 1f1b with 2 or more stages a rank, and vpp is 1")
+        name, vpp = "1f1b", vpp or 2
     if vpp is None:
-        vpp = 2 if name in ("bfs", "interleaved", "zb-v", "dualpipe-v") else 1
-    name = "1f1b" if name == "interleaved" and vpp > 1 else name
+        vpp = 2 if name in ("bfs", "zb-v", "dualpipe-v") else 1
     actions = 3 * pp * vpp * micro_batches
     if actions > LARGEST_ASKED_FOR:
         raise UserError(
@@ -77,6 +82,21 @@ def asked_for(name: str, pp: int, vpp: int | None, micro_batches: int) -> Schedu
         )
     schedule = build(name, pp, vpp, micro_batches)
     validate(schedule)
+    return schedule
+
+
+def _with_numbers(
+    schedule: Schedule, pp: int | None, vpp: int | None, micro_batches: int | None
+) -> Schedule:
+    """The schedule of a file, if it is the one that was meant."""
+    asked = {"pp": pp, "vpp": vpp, "micro_batches": micro_batches}
+    for number, value in asked.items():
+        found = getattr(schedule, number)
+        if value not in (None, found):
+            raise UserError(
+                f"{schedule.name} is a table with {number.replace('_', ' ')} {found}, not {value}: "
+                "its numbers need not be given"
+            )
     return schedule
 
 
