@@ -240,9 +240,9 @@ class _Run:
     """Layers of a chunk that are alike and follow each other."""
 
     count: Numbers
+    kind: LayerKind
     recomputed: bool
     passes: Passes
-    split: Passes  # with backward passes in two parts
     dense: _Unit
     experts: _Unit
 
@@ -260,6 +260,7 @@ class _Ranks:
         self.sizes = Sizes(job, layouts, work)
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
+        self.joins = bool(np.any(self.sizes.joins))
         self.splits = splits
         chunks = range(int(chunks_a_rank(layouts).max(initial=1)))
         self.stages = [chunk_stage(layouts, rank, chunk) for chunk in chunks]
@@ -284,27 +285,28 @@ class _Ranks:
             for first, last, recomputed in parts:
                 count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
                 if np.any(count):
-                    passes = self._passes(kind, recomputed, split=False)
-                    split = self._passes(kind, recomputed, self.splits)
-                    runs.append(_Run(count, recomputed, passes, split, *self._units(kind)))
+                    passes = self.passes(kind, recomputed)
+                    runs.append(_Run(count, kind, recomputed, passes, *self._units(kind)))
         return runs
 
-    def _passes(self, kind: LayerKind, recomputed: bool, split: bool) -> Passes:
-        key = (kind, recomputed, split)
+    def passes(
+        self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
+    ) -> Passes:
+        key = (kind, recomputed, split, accumulated and self.joins)
         if key not in self._known:
             if recomputed:
-                passes = layer_passes(self.sizes, kind, "full", split)
+                passes = layer_passes(self.sizes, kind, "full", *key[2:])
             else:
-                passes = layer_passes(self.sizes, kind, "none", split)
+                passes = layer_passes(self.sizes, kind, "none", *key[2:])
                 selective = self.layouts.recompute == "selective"
                 if np.any(selective):
-                    those = layer_passes(self.sizes, kind, "selective", split)
+                    those = layer_passes(self.sizes, kind, "selective", *key[2:])
                     passes = _choose(selective, those, passes)
             self._known[key] = passes
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[LayerKind, bool, bool], Passes]:
+    def _known(self) -> dict[tuple[LayerKind, bool, bool, bool], Passes]:
         return {}
 
     def _units(self, kind: LayerKind) -> tuple[_Unit, _Unit]:
@@ -374,7 +376,11 @@ class _Ranks:
     def put_off(self, chunk: int) -> Numbers:
         """Between its backward pass for the input and that for the weights."""
         total = self.last(chunk) * self.head_put_off + self.first(chunk) * self.lookup_put_off
-        return total + sum(run.count * run.split.put_off for run in self.chunks[chunk])
+        if not self.splits:
+            return total
+        runs = self.chunks[chunk]
+        split = [self.passes(run.kind, run.recomputed, split=True) for run in runs]
+        return total + sum(run.count * one.put_off for run, one in zip(runs, split, strict=True))
 
     @property
     def head_put_off(self) -> Numbers:
@@ -450,63 +456,11 @@ class _Ranks:
 
     def pass_through(self, moment: Moment, worst: _Worst) -> None:
         if moment.kind == "F":
-            self._forward(moment, worst)
+            _ForwardPass(self, moment, worst).run()
         elif moment.kind == "W":
             _WeightPass(self, moment, worst).run()
         else:
             _BackwardPass(self, moment, worst).run()
-
-    def _forward(self, moment: Moment, worst: _Worst) -> None:
-        s, chunk = self.sizes, moment.chunk
-        state = self.between(moment)
-        root, first, last = self.root(chunk), self.first(chunk), self.last(chunk)
-        # Weights are gathered for each forward pass, or for the first one of a step.
-        gathers = self.gathers | moment.starts
-        state["weights"] = state["weights"] + root.gathered * self.gathers
-        alive = first * self.lookup_kept
-        behind = root.gathered * gathers  # what the last gather left behind
-        lookup = first * (s.wide + s.sp * s.hidden)
-        worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
-        for run in self.chunks[chunk]:
-            there, passes = run.count > 0, run.passes
-            # What is gathered last leaves its message behind, until the next one has come.
-            dense, experts = run.dense.gathered * gathers, run.experts.gathered * gathers
-            flat = np.where(experts > 0, experts, dense)
-            # In the last of these layers.
-            kept = alive + (run.count - 1) * passes.kept + s.hidden
-            copying = dense + np.where(run.count > 1, flat, behind)
-            worst.offer(
-                there,
-                _add(
-                    state,
-                    weights=run.dense.gathered * self.gathers,
-                    activations=kept,
-                    temporary=copying,
-                ),
-            )
-            # Beside it the next layer's are on their way, where they are not there already.
-            coming = dense * self.gathers * (run.count > 1)
-            message = dense
-            for phase in passes.forward:
-                gathered = run.dense.gathered + run.experts.gathered * phase.experts
-                if phase.experts:
-                    message = dense + experts
-                working = message + coming + phase.peak - s.hidden
-                worst.offer(
-                    there,
-                    _add(
-                        state,
-                        weights=gathered * self.gathers,
-                        activations=kept,
-                        temporary=working,
-                    ),
-                )
-                if phase.experts:
-                    message = flat
-            alive = alive + run.count * passes.kept
-            behind = np.where(there, flat, behind)
-        loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
-        worst.offer(last > 0, _add(state, activations=alive + self.head_kept, temporary=loss))
 
     def step(self, worst: _Worst) -> None:
         """The optimizer's: gradients that ranks share are summed in one message each."""
@@ -525,6 +479,68 @@ class _Ranks:
         worst.offer(True, kinds)
 
 
+class _ForwardPass:
+    """One forward pass of a chunk, from the embedding or the stage before to the loss."""
+
+    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
+        self.ranks, self.worst, self.chunk = ranks, worst, moment.chunk
+        self.s, self.runs = ranks.sizes, ranks.chunks[moment.chunk]
+        # Weights are gathered for each forward pass, or for the first one of a step.
+        self.gathers = ranks.gathers | moment.starts
+        root = ranks.root(self.chunk).gathered
+        self.state = _add(ranks.between(moment), weights=root * ranks.gathers)
+        # What is gathered last leaves its message behind, until the next one has come.
+        self.behind = root * self.gathers
+        self.alive = ranks.first(self.chunk) * ranks.lookup_kept
+
+    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers, weights=0.0) -> None:
+        weights = weights * self.ranks.gathers
+        kinds = _add(self.state, weights=weights, activations=activations, temporary=temporary)
+        self.worst.offer(here, kinds)
+
+    def run(self) -> None:
+        s, ranks = self.s, self.ranks
+        first, last = ranks.first(self.chunk), ranks.last(self.chunk)
+        self.offer(True, self.alive, first * (s.wide + s.sp * s.hidden) + self.behind)
+        for number, run in enumerate(self.runs):
+            own = run.dense.gathered
+            self.layer(run, 2, own)
+            self.layer(run, 1, self.following(number))
+            self.alive = self.alive + run.count * run.passes.kept
+            self.behind = np.where(run.count > 0, self.left_behind(run), self.behind)
+        loss = s.short * ranks.logits + (INT64 + 3 * FP32) * s.tokens + self.behind
+        self.offer(last > 0, self.alive + ranks.head_kept, loss)
+
+    def following(self, number: int) -> Numbers:
+        """Weights that are on their way beside the last layer of run `number`."""
+        after: Numbers = 0.0
+        for run in reversed(self.runs[number + 1 :]):
+            after = np.where(run.count > 0, run.dense.gathered, after)
+        return after
+
+    def left_behind(self, run: _Run) -> Numbers:
+        experts = run.experts.gathered
+        return np.where(experts > 0, experts, run.dense.gathered) * self.gathers
+
+    def layer(self, run: _Run, place: int, coming: Numbers) -> None:
+        """The last of these layers, or the last but one (`place` 2)."""
+        s, here, dense = self.s, run.count >= place, run.dense.gathered * self.gathers
+        kept = self.alive + (run.count - place) * run.passes.kept + s.hidden
+        left = self.left_behind(run)
+        copying = dense + np.where(run.count > place, left, self.behind)
+        self.offer(here, kept, copying, run.dense.gathered)
+        # The next layer's weights are on their way, where they are not there already.
+        coming = coming * self.ranks.gathers
+        message = dense
+        for phase in run.passes.forward:
+            if phase.experts:
+                message = dense + run.experts.gathered * self.gathers
+            gathered = run.dense.gathered + run.experts.gathered * phase.experts
+            self.offer(here, kept, message + coming + phase.peak - s.hidden, gathered)
+            if phase.experts:
+                message = left
+
+
 class _BackwardPass:
     """One backward pass of a chunk, from the loss or the next stage to the embedding."""
 
@@ -534,11 +550,14 @@ class _BackwardPass:
         self.state = ranks.between(moment)
         self.runs = ranks.chunks[self.chunk]
         self.last, self.first = ranks.last(self.chunk), ranks.first(self.chunk)
-        self.splits = moment.kind == "I"
+        self.splits = moment.kind in "IW"
         self.accumulated = moment.accumulated[self.chunk]
         self.reduces = ranks.reduces | moment.last
+        self.waits = 1 - self.s.joins * self.accumulated  # gradients, for the rest of their unit
         self.matrix = self.s.element * ranks.columns * ranks.job.config.hidden_size
         self.alive = ranks.keeps[self.chunk] - self.s.hidden * (1 - self.last)
+        # Gradients that come first are copied to fp32.
+        self.adds = self.s.short * (not self.accumulated)
         # Of sharded weights outside the layers, until the pass is over.
         self.outside: Numbers = 0.0
         self.on_the_way: Numbers = 0.0  # gradients that were reduced last
@@ -590,7 +609,7 @@ class _BackwardPass:
         if self.splits:
             self.leave(self.last * ranks.head_put_off)
         else:
-            self.outside = self.matrix * sharded * self.last
+            self.outside = self.matrix * sharded * self.last * self.waits
         norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
         self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
 
@@ -615,7 +634,7 @@ class _BackwardPass:
 
     def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
         s, ranks = self.s, self.ranks
-        passes = run.split if self.splits else run.passes
+        passes = self.passes(run)
         below = self.alive - passes.kept
         dense = run.dense.gathered * ranks.gathers
         # Its weights are copied out of the message that brought them.
@@ -624,8 +643,9 @@ class _BackwardPass:
         for phase in passes.backward:
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
             working = phase.peak - phase.old + ahead + self.on_the_way
-            if phase is not passes.backward[-1]:  # which begins with a sum, a tensor of its own
-                working = working - s.hidden * given
+            # The last one begins with a sum, a tensor of its own.
+            is_last = phase is passes.backward[-1]
+            working = working - given * (passes.closing if is_last else s.hidden)
             self.offer(here, below + phase.old, working, weights=weights)
             if phase.experts and not self.splits:
                 beside = phase.end - phase.old_end - passes.expert_gradients + ahead
@@ -633,9 +653,12 @@ class _BackwardPass:
                 self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
         self.alive = np.where(here, below, self.alive)
         if self.splits:
-            self.leave(here * passes.put_off)
+            self.leave(here * (passes.put_off - given * passes.closing))
             return
         self.through(run.dense, here, below, s.hidden + ahead, passes.gradients, 0.0)
+
+    def passes(self, run: _Run) -> Passes:
+        return self.ranks.passes(run.kind, run.recomputed, self.splits, self.accumulated)
 
     def through(
         self,
@@ -648,7 +671,7 @@ class _BackwardPass:
     ) -> None:
         """A unit's gradients are all there: they are reduced, or added up in fp32 one by one."""
         ranks = self.ranks
-        adding = 0.0 if self.accumulated else unit.gradients - short * 2 / 3
+        adding = self.adds * (unit.gradients - short * 2 / 3)
         gone = -unit.gathered * ~ranks.gathers * self.moment.last
         # They are copied into one message; all but the last are gone when the result is made.
         beside_message = np.maximum(short, unit.shard + short / 3)
@@ -677,7 +700,7 @@ class _BackwardPass:
         """So many layers of a run, unseen."""
         self.alive = self.alive - count * run.passes.kept
         if self.splits:
-            self.leave(count * run.split.put_off)
+            self.leave(count * self.passes(run).put_off)
             return
         self.settle(run.experts, count)
         self.settle(run.dense, count)
@@ -692,8 +715,8 @@ class _BackwardPass:
         rows = rows + s.fp32(s.wide) * s.short * ~sharded
         matrix = self.matrix * sharded * self.first
         self.offer(self.first > 0, self.alive, rows + matrix + self.on_the_way)
-        adding = 0.0 if self.accumulated else root.gradients
-        self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
+        adding = np.where(self.reduces, root.padded, self.adds * root.gradients)
+        self.offer(True, self.alive, matrix * self.waits + adding)
 
 
 class _WeightPass(_BackwardPass):
@@ -703,21 +726,22 @@ class _WeightPass(_BackwardPass):
     def run(self) -> None:
         s, ranks, chunk = self.s, self.ranks, self.chunk
         left, made = ranks.puts_off[chunk], 0.0
-        gathered = s.wide * s.sp
         sharded = ranks.root(chunk).gathered > 0
         own = self.matrix * np.where(sharded, 1.0, s.short)
-        self.offer(self.last > 0, left, gathered + own)
+        self.offer(self.last > 0, left, s.wide * s.sp + own)
         left = left - self.last * ranks.head_put_off
-        made = made + self.last * self.matrix * sharded
+        made = made + self.last * self.matrix * sharded * self.waits
         for run in reversed(self.runs):
-            largest = s.largest_product(run.experts is not NO_UNIT)
-            self.offer(run.count > 0, left, gathered + made + largest)
-            left = left - run.count * run.split.put_off
-            made = made + run.count * self.short(run.units)
-            self.offer(run.count > 0, left + run.split.put_off, made)
+            passes, own = self.passes(run), self.short(run.units)
+            peak, old = passes.weights.peak, passes.weights.old
+            for number in (0, run.count - 1):  # with most put off, or with most gradients
+                others = left - (number + 1) * passes.put_off
+                self.offer(run.count > 0, others + old, made + number * own + peak - old)
+            left = left - run.count * passes.put_off
+            made = made + run.count * own
         rows = s.wide * (ranks.layouts.tp > 1) + s.fp32(s.wide) * s.short * ~sharded
         self.offer(self.first > 0, left, made + rows + self.matrix * sharded)
-        made = made + self.first * self.matrix * sharded * (1 - self.last)
+        made = made + self.first * self.matrix * sharded * (1 - self.last) * self.waits
         self.reduce(made)
 
     def reduce(self, made: Numbers) -> None:
@@ -733,7 +757,7 @@ class _WeightPass(_BackwardPass):
 
     def short(self, unit: _Unit) -> Numbers:
         """Its gradients as autograd gets them."""
-        return unit.gradients * (self.s.element / FP32)
+        return unit.gradients * (self.s.element / FP32) * self.waits
 
 
 @lru_cache(maxsize=64)
