@@ -650,6 +650,7 @@ class _Backward:
         t.take(dexperts=rows * s.travels)
         t.take(dassembled=-rows * s.split)
         t.take(dhome=-copies * (1 - s.crosses) * s.travels)
+        t.end_phase()
         width = s.expert_width
         t.take(dact=width)
         self.products(["experts.down_proj"], ["dhome", "dexperts", "experts.act"])
@@ -662,17 +663,34 @@ class _Backward:
         operands = ["dgate", "dup", "tokens", "sorted"]
         self.products(["experts.gate_proj", "experts.up_proj"], operands)
         t.end_phase(*([] if self.split else ["expert_gradients"]), experts=True)
+        # Another tensor of the same size takes the place of the rows' gradient, once or twice.
         t.pass_by(rows * s.travels)
         t.pass_by((rows + s.fp32(s.rows(s.arrived))) * s.split)
-        t.free("drows", "trip", "route")
+        # It stays while it travels home, and the shared expert works beside it.
+        t.take(dtokens=copies * s.crosses)
+        t.free("trip")
+        if moe.shared_intermediate_size:
+            self.shared_expert()
+        # The gradient of the rows is the one that has come home, if it has left.
+        t.take(drows=-rows * s.crosses)
+        own = s.rows(s.routed)
+        t.take(dh=s.hidden)
+        t.free("drows", "dtokens", "route")
         if self.split:  # the router's product, and the tokens where they are a part of norm2.out
             t.take(router=s.element * s.routed * moe.num_experts)
             self.products([], ["router"])
-        t.take(dh=s.hidden)
-        t.pass_by(copies)
+        t.pass_by(2 * own)  # the router's and the sum
         if moe.shared_intermediate_size:
-            t.pass_by(2 * s.hidden)
-            if moe.shared_gate:
-                t.free("shared.scale", "shared.y")
-            self.mlp("shared", "shared_expert.")
+            t.pass_by(s.hidden)
             t.take(dh=-s.hidden)
+
+    def shared_expert(self) -> None:
+        s, t = self.s, self.t
+        scaled = s.hidden * s.moe.shared_gate
+        t.pass_by(2 * scaled)
+        t.take(dscale=scaled)
+        if s.moe.shared_gate:
+            t.free("shared.scale", "shared.y")
+        self.mlp("shared", "shared_expert.")
+        t.pass_by(scaled)
+        t.free("dscale")

@@ -136,7 +136,7 @@ def _moments_of(table: Schedule, rank: int) -> list[Moment]:
     chunks = sorted({step.action.stage for step in steps})
     held, put_off, done = ([0] * len(chunks) for _ in range(3))
     found = dict[Moment, None]()
-    leaving = 0
+    leaving, sent = 0, None
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         kind, chunk = step.action.kind, chunks.index(step.action.stage)
         held[chunk] += kind == "F"
@@ -155,8 +155,13 @@ def _moments_of(table: Schedule, rank: int) -> list[Moment]:
         held[chunk] -= kind in "BI"
         put_off[chunk] += (kind == "I") - (kind == "W")
         done[chunk] += kind in "BW"
+        # What is sent is let go with the next message. What a forward pass sends is its output,
+        # which is there until its backward pass anyhow.
         if step.sends is not None:
-            leaving = int(kind != "F")  # what a forward pass sends is its output, which stays
+            leaving = int(kind != "F")
+            sent = step.action.stage, step.action.micro_batch
+        elif kind in "BI" and sent == (step.action.stage, step.action.micro_batch):
+            leaving = 1
     return list(found)
 
 
@@ -524,21 +529,22 @@ class _ForwardPass:
 
     def layer(self, run: _Run, place: int, coming: Numbers) -> None:
         """The last of these layers, or the last but one (`place` 2)."""
-        s, here, dense = self.s, run.count >= place, run.dense.gathered * self.gathers
-        kept = self.alive + (run.count - place) * run.passes.kept + s.hidden
-        left = self.left_behind(run)
-        copying = dense + np.where(run.count > place, left, self.behind)
-        self.offer(here, kept, copying, run.dense.gathered)
-        # The next layer's weights are on their way, where they are not there already.
-        coming = coming * self.ranks.gathers
-        message = dense
+        here, own = run.count >= place, run.dense.gathered
+        dense, experts = own * self.gathers, run.experts.gathered * self.gathers
+        before = self.alive + (run.count - place) * run.passes.kept
+        kept = before + self.s.hidden
+        left = np.where(run.count > place, self.left_behind(run), self.behind)
+        self.offer(here, kept, dense + left, own)
+        # Its experts' and the next layer's are on their way, where they are not there already.
+        message, coming = dense + experts, coming * self.ranks.gathers
+        end: Numbers = self.s.hidden
         for phase in run.passes.forward:
-            if phase.experts:
-                message = dense + run.experts.gathered * self.gathers
-            gathered = run.dense.gathered + run.experts.gathered * phase.experts
-            self.offer(here, kept, message + coming + phase.peak - s.hidden, gathered)
-            if phase.experts:
-                message = left
+            weights = own + run.experts.gathered * phase.experts
+            if phase.experts:  # copied out, while the message before is still there
+                self.offer(here, before + end, message + coming, weights)
+                message = self.left_behind(run)
+            self.offer(here, kept, message + coming + phase.peak - self.s.hidden, weights)
+            end = phase.end
 
 
 class _BackwardPass:
@@ -640,17 +646,24 @@ class _BackwardPass:
         # Its weights are copied out of the message that brought them.
         copying = run.units.gathered * ranks.gathers + s.hidden * (1 - given) + self.on_the_way
         self.offer(here, self.alive, copying, weights=dense)
+        # The experts' message has come with it, and is copied out when they are needed.
+        message = run.experts.gathered * ranks.gathers
+        old, new = 0.0, 0.0
         for phase in passes.backward:
+            others = ahead + self.on_the_way
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
-            working = phase.peak - phase.old + ahead + self.on_the_way
-            # The last one begins with a sum, a tensor of its own.
+            if phase.experts:
+                self.offer(here, below + old, new + others + message, weights=weights)
+                message = 0.0
+            # The last phase begins with a sum, a tensor of its own.
             is_last = phase is passes.backward[-1]
-            working = working - given * (passes.closing if is_last else s.hidden)
-            self.offer(here, below + phase.old, working, weights=weights)
+            others = others + message - given * (passes.closing if is_last else s.hidden)
+            self.offer(here, below + phase.old, phase.peak - phase.old + others, weights=weights)
+            old, new = phase.old_end, phase.end - phase.old_end - s.hidden * given
             if phase.experts and not self.splits:
-                beside = phase.end - phase.old_end - passes.expert_gradients + ahead
-                kept = below + phase.old_end
-                self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
+                short = passes.expert_gradients
+                self.through(run.experts, here, below + old, new - short + ahead, short, dense)
+                new = new - short
         self.alive = np.where(here, below, self.alive)
         if self.splits:
             self.leave(here * (passes.put_off - given * passes.closing))
@@ -745,15 +758,25 @@ class _WeightPass(_BackwardPass):
         self.reduce(made)
 
     def reduce(self, made: Numbers) -> None:
-        """Each unit in its turn, what is outside the layers first."""
-        units = [(self.ranks.root(self.chunk), np.ones_like(self.last))]
+        """Each unit in its turn, what is outside the layers first; of layers that are alike those
+        of the first and the last."""
+        made = self.reduce_unit(self.ranks.root(self.chunk), np.ones_like(made, bool), made)
         for run in reversed(self.runs):
-            units += [(run.dense, run.count), (run.experts, run.count)]
-        for unit, count in units:
-            here = (count > 0) & (unit.padded > 0)
-            self.through(unit, here, 0.0, made - self.short(unit), self.short(unit), 0.0)
-            self.settle(unit, count - here)
-            made = made - count * self.short(unit)
+            through = np.zeros_like(run.count)
+            for number in (0, run.count - 1):
+                here = (run.count > 0) & (through <= number)
+                unseen = np.where(here, number - through, 0)
+                self.settle(run.dense, unseen)
+                self.settle(run.experts, unseen)
+                made = made - unseen * self.short(run.units)
+                for unit in (run.dense, run.experts):
+                    made = self.reduce_unit(unit, here, made)
+                through = through + unseen + here
+
+    def reduce_unit(self, unit: _Unit, here: Numbers, made: Numbers) -> Numbers:
+        own = self.short(unit)
+        self.through(unit, here & (unit.padded > 0), 0.0, made - own, own, 0.0)
+        return made - here * own
 
     def short(self, unit: _Unit) -> Numbers:
         """Its gradients as autograd gets them."""
