@@ -615,7 +615,9 @@ class _BackwardPass:
         if self.splits:
             self.leave(self.last * ranks.head_put_off)
         else:
-            self.outside = self.matrix * sharded * self.last * self.waits
+            # One that is tied to the embedding's waits for that, which is added to it.
+            waits = np.maximum(self.waits, ranks.job.config.tied_embeddings * self.first)
+            self.outside = self.matrix * sharded * self.last * waits
         norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
         self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
 
