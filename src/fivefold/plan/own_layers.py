@@ -21,6 +21,7 @@ from fivefold.plan.operations import Numbers, tokens
 from fivefold.plan.tape import Phase, Tape
 
 INT64 = 8
+NOTHING = Phase(0.0, 0.0, 0.0, 0.0, False)
 RANDOM_STATE = 24
 """The seed and offset of the flash kernel, which keeps them though nothing is dropped."""
 
@@ -75,7 +76,7 @@ def layer_passes(
     if kind.moe and not split:
         experts = sizes.expert_elements * sizes.element * sizes.waits(True, accumulated)
     closing = work.closing_gradient if split else 0.0
-    weights = work.weight_pass(put_off)  # nothing where nothing is put off
+    weights = work.weight_pass(put_off) if split else NOTHING
     forwards, backwards = tuple(forward.phases), tuple(backward.phases)
     return Passes(kept, forwards, backwards, gradients, experts, put_off, closing, weights)
 
@@ -189,7 +190,7 @@ class Sizes:
         shards = layouts.edp_shard if expert else layouts.dp_shard * layouts.cp
         return ((layouts.zero > 0) & (shards > 1)) * 1.0
 
-    @property
+    @cached_property
     def joins(self) -> Numbers:
         """Does autograd add to the gradients of earlier micro-batches? It does where FSDP2 leaves
         them whole and in the precision they have."""
@@ -614,11 +615,10 @@ class _Backward:
 
     def kernel(self) -> None:
         """What the kernel takes inside, and a ring's keys, values and gradients under way."""
-        s, t, config = self.s, self.t, self.s.job.config
+        s, t = self.s, self.t
         results = s.query + 2 * s.spread_key
-        inside = s.fp32(s.query) + s.log_sums
-        if config.num_heads > config.num_kv_heads:
-            inside = inside + 2 * s.query
+        grouped = s.query > 1.5 * s.spread_key  # do several query heads share a key here?
+        inside = s.fp32(s.query) + s.log_sums + 2 * s.query * grouped
         t.pass_by((results + inside) * (1 - s.ring))
         # Of a ring: the result in short floats, the query's gradient in fp32; keys and values for
         # each query head, their gradients, the query's, and what the kernel takes inside.

@@ -508,9 +508,9 @@ class _ForwardPass:
         first, last = ranks.first(self.chunk), ranks.last(self.chunk)
         self.offer(True, self.alive, first * (s.wide + s.sp * s.hidden) + self.behind)
         for number, run in enumerate(self.runs):
-            own = run.dense.gathered
-            self.layer(run, 2, own)
-            self.layer(run, 1, self.following(number))
+            # The next layer's weights come with it where they are not there already.
+            self.layer(run, 2, ranks.gathers, run.dense.gathered)
+            self.layer(run, 1, True, self.following(number))
             self.alive = self.alive + run.count * run.passes.kept
             self.behind = np.where(run.count > 0, self.left_behind(run), self.behind)
         loss = s.short * ranks.logits + (INT64 + 3 * FP32) * s.tokens + self.behind
@@ -527,21 +527,23 @@ class _ForwardPass:
         experts = run.experts.gathered
         return np.where(experts > 0, experts, run.dense.gathered) * self.gathers
 
-    def layer(self, run: _Run, place: int, coming: Numbers) -> None:
+    def layer(self, run: _Run, place: int, here: Numbers, coming: Numbers) -> None:
         """The last of these layers, or the last but one (`place` 2)."""
-        here, own = run.count >= place, run.dense.gathered
+        here, own = here & (run.count >= place), run.dense.gathered
+        if not np.any(here):
+            return
         dense, experts = own * self.gathers, run.experts.gathered * self.gathers
         before = self.alive + (run.count - place) * run.passes.kept
         kept = before + self.s.hidden
         left = np.where(run.count > place, self.left_behind(run), self.behind)
         self.offer(here, kept, dense + left, own)
-        # Its experts' and the next layer's are on their way, where they are not there already.
+        # Its experts' and the next layer's are on their way.
         message, coming = dense + experts, coming * self.ranks.gathers
         end: Numbers = self.s.hidden
         for phase in run.passes.forward:
             weights = own + run.experts.gathered * phase.experts
             if phase.experts:  # copied out, while the message before is still there
-                self.offer(here, before + end, message + coming, weights)
+                self.offer(here & (experts > 0), before + end, message + coming, weights)
                 message = self.left_behind(run)
             self.offer(here, kept, message + coming + phase.peak - self.s.hidden, weights)
             end = phase.end
@@ -655,7 +657,8 @@ class _BackwardPass:
             others = ahead + self.on_the_way
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
             if phase.experts:
-                self.offer(here, below + old, new + others + message, weights=weights)
+                copying = here & (message > 0)
+                self.offer(copying, below + old, new + others + message, weights=weights)
                 message = 0.0
             # The last phase begins with a sum, a tensor of its own.
             is_last = phase is passes.backward[-1]
@@ -799,7 +802,7 @@ def _segments(config: ModelConfig) -> list[tuple[LayerKind, int, int]]:
 
 
 def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
-    return {kind: size + more.get(kind, 0.0) for kind, size in kinds.items()}
+    return {**kinds, **{kind: kinds[kind] + size for kind, size in more.items()}}
 
 
 def _choose(here: Numbers, yes: Any, no: Any) -> Any:
