@@ -702,6 +702,8 @@ class _BackwardPass:
 
     def settle(self, unit: _Unit, count: Numbers) -> None:
         """The state after so many units have been reduced or added up."""
+        if unit is NO_UNIT:
+            return
         ranks = self.ranks
         if not self.accumulated:
             gradients = np.where(self.reduces, unit.shard, unit.gradients)
