@@ -98,6 +98,20 @@ def do_or_put_off(work: Callable[[], None]) -> None:
         _put_off.append(work)
 
 
+class _Later(torch.autograd.Function):
+    """A backward pass of weights alone. What a backward function returns autograd keeps as a
+    gradient, while it makes a copy of one that `torch.autograd.backward` is given."""
+
+    @staticmethod
+    def forward(ctx, compute: Callable[[], Sequence[Tensor | None]], *parameters: Tensor):
+        ctx.compute = compute
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, *ctx.compute()
+
+
 def weight_gradients(
     parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> Sequence[Tensor | None]:
@@ -108,9 +122,11 @@ def weight_gradients(
     assert _put_off is not None
 
     def later() -> None:
-        for p, grad in zip(parameters, compute(), strict=True):
-            if grad is not None:
-                torch.autograd.backward(p, grad)
+        if all(hasattr(p, "main_grad") for p in parameters):
+            compute()
+            return
+        with torch.enable_grad():
+            _Later.apply(compute, *parameters).backward()
 
     _put_off.append(later)
     return [None] * len(parameters)

@@ -21,6 +21,7 @@ from fivefold.plan.operations import Numbers, tokens
 from fivefold.plan.tape import Phase, Tape
 
 INT64 = 8
+NOTHING = Phase(0.0, 0.0, 0.0, 0.0, False)
 RANDOM_STATE = 24
 """The seed and offset of the flash kernel, which keeps them though nothing is dropped."""
 
@@ -36,11 +37,16 @@ class Passes:
     gradients: Numbers  # of sharded weights, as autograd made them
     expert_gradients: Numbers
     put_off: Numbers  # from the backward pass for the input to that for the weights
+    closing: Numbers  # of that, the gradient that came in
+    weights: Phase  # the pass for the weights, from nothing but what was put off
 
 
-def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str, split: bool = False) -> Passes:
+def layer_passes(
+    sizes: Sizes, kind: LayerKind, recompute: str, split: bool = False, accumulated: bool = False
+) -> Passes:
     """Of one layer that is recomputed so: "none", "selective" or "full". With `split` the backward
-    pass is that for the input alone."""
+    pass is that for the input alone. `accumulated`: are there gradients of earlier micro-batches?
+    """
     forward = Tape(saving=recompute != "full")
     _Forward(sizes, kind, forward).layer(recompute == "selective")
     forward.end_phase()
@@ -61,12 +67,18 @@ def layer_passes(sizes: Sizes, kind: LayerKind, recompute: str, split: bool = Fa
         backward.free("out")
         backward.turn()
         backward.take(gradient=sizes.hidden)
-    _Backward(sizes, kind, backward, split).layer(recompute)
+    work = _Backward(sizes, kind, backward, split, accumulated)
+    work.layer(recompute)
     backward.end_phase()
     left = backward.alive - sizes.hidden
     gradients, put_off = (0.0, left) if split else (left, 0.0)
-    experts = sizes.expert_gradients * kind.moe if kind.moe and not split else 0.0
-    return Passes(kept, tuple(forward.phases), tuple(backward.phases), gradients, experts, put_off)
+    experts = 0.0
+    if kind.moe and not split:
+        experts = sizes.expert_elements * sizes.element * sizes.waits(True, accumulated)
+    closing = work.closing_gradient if split else 0.0
+    weights = work.weight_pass(put_off) if split else NOTHING
+    forwards, backwards = tuple(forward.phases), tuple(backward.phases)
+    return Passes(kept, forwards, backwards, gradients, experts, put_off, closing, weights)
 
 
 @dataclass(frozen=True)
@@ -172,22 +184,22 @@ class Sizes:
             for weight in layer_weights(self.job.config, kind)
         }
 
-    def largest_product(self, moe: bool) -> Numbers:
-        """Of a gradient of one of a layer's weights, a tensor of its own where that is short."""
-        largest: Numbers = 0.0
-        for name, elements in self._weights.items():
-            expert = name.startswith("experts.")
-            if expert and not moe:
-                continue
-            own = np.where(self.sharded(expert) > 0, 1.0, self.short)
-            largest = np.maximum(largest, self.element * elements * own)
-        return largest
-
     def sharded(self, expert: bool) -> Numbers:
-        """Does FSDP2 hold such weights, and their gradients until a layer is through?"""
+        """Does FSDP2 hold such weights?"""
         layouts = self.layouts
         shards = layouts.edp_shard if expert else layouts.dp_shard * layouts.cp
         return ((layouts.zero > 0) & (shards > 1)) * 1.0
+
+    @cached_property
+    def joins(self) -> Numbers:
+        """Does autograd add to the gradients of earlier micro-batches? It does where FSDP2 leaves
+        them whole and in the precision they have."""
+        return (self.layouts.zero == 1) * (1.0 - self.short)
+
+    def waits(self, expert: bool, accumulated: bool) -> Numbers:
+        """Do gradients of such weights wait until FSDP2's unit is through? Not those that are
+        added up one by one, in a buffer or by autograd."""
+        return self.sharded(expert) * (1 - self.joins * accumulated)
 
     # Mixtures
 
@@ -231,11 +243,10 @@ class Sizes:
         return self.arrived * self.layouts.etp
 
     @cached_property
-    def expert_gradients(self) -> Numbers:
-        """Of one layer's experts, where ZeRO shards them."""
+    def expert_elements(self) -> Numbers:
+        """Of the weights of one layer's experts."""
         names = ("gate_proj", "up_proj", "down_proj")
-        elements = sum(self.weight(f"experts.{name}") for name in names)
-        return self.element * elements * self.sharded(expert=True)
+        return sum(self.weight(f"experts.{name}") for name in names)
 
     def rows(self, count: Numbers) -> Numbers:
         return self.element * self.job.config.hidden_size * count
@@ -452,20 +463,53 @@ class _Forward:
         t.save("route")
 
 
+@dataclass(frozen=True)
+class _PutOff:
+    """Products for the gradients of weights that share an input."""
+
+    weights: list[str]
+    gathered: Numbers  # while they are made
+    operands: Numbers  # which they let go
+
+
 class _Backward:
     """The backward pass of one layer: from `gradient` to that of its input, of the same name.
 
     Where it is `split`, products for the weights are put off, and keep what they multiply."""
 
-    def __init__(self, sizes: Sizes, kind: LayerKind, tape: Tape, split: bool) -> None:
-        self.s, self.kind, self.t, self.split = sizes, kind, tape, split
+    def __init__(
+        self, sizes: Sizes, kind: LayerKind, tape: Tape, split: bool, accumulated: bool
+    ) -> None:
+        self.s, self.kind, self.t = sizes, kind, tape
+        self.split, self.accumulated = split, accumulated
+        self.put_off: list[_PutOff] = []
 
-    def free_operands(self, *names: str) -> None:
-        """What products for the weights have multiplied, or are going to."""
+    def products(self, weights: list[str], operands: list[str], gathered: Numbers = 0.0) -> None:
+        """For the gradients of weights; then what they have multiplied goes. Or they are put off
+        with that, and what a product shares with its peers is `gathered` again then."""
+        t = self.t
         if self.split:
-            self.t.keep(*names)
-        else:
-            self.t.free(*names)
+            self.put_off.append(_PutOff(weights, gathered, sum(t.sizes[each] for each in operands)))
+            t.keep(*operands)
+            return
+        for weight in weights:
+            self.weight(weight)
+        t.free(*operands)
+
+    def weight_pass(self, left: Numbers) -> Phase:
+        """What was put off, in its order."""
+        t = Tape(saving=False)
+        self.t = t
+        t.take(left=left)
+        t.turn()
+        for each in self.put_off:
+            t.take(gathered=each.gathered)
+            for weight in each.weights:
+                self.weight(weight)
+            t.free("gathered")
+            t.cut(left=each.operands)
+        t.end_phase()
+        return t.phases[0]
 
     def layer(self, recompute: str) -> None:
         if self.kind.moe:
@@ -479,37 +523,33 @@ class _Backward:
 
     def weight(self, name: str) -> None:
         """Of a weight: a product that is added to a buffer, or that FSDP2 gets."""
-        if self.split:
-            return
         s, t = self.s, self.t
         expert = name.startswith("experts.")
         sharded = s.sharded(expert)
         size = s.element * s.weight(name)
         # Products in fp32 are added without a temporary.
         t.pass_by(size * np.where(sharded > 0, 1.0, s.short))
-        t.take(**{"expert_gradients" if expert else "gradients": size * sharded})
+        waits = size * s.waits(expert, self.accumulated)
+        t.take(**{"expert_gradients" if expert else "gradients": waits})
 
-    def closing(self, weight: str, operand: str, size: Numbers, result: str) -> None:
+    def closing(self, weight: str, operands: list[str], size: Numbers, result: str) -> None:
         """The product that closes a part."""
         s, t = self.s, self.t
         t.take(gathered=s.wide * s.sp, **{result: size})
-        self.weight(weight)
-        self.free_operands("gathered", operand)
+        self.products([weight], ["gathered", *operands])
 
     def opening(self, weights: list[str], gradients: list[str]) -> None:
         """Products that share an input, whose gradient is dh."""
         s, t = self.s, self.t
-        gathered = 0.0 if self.split else s.wide * s.sp
-        t.take(partial=s.wide * s.sp, gathered=gathered, dh=s.hidden)
-        for weight in weights:
-            self.weight(weight)
+        gathered = s.wide * s.sp
+        t.take(partial=gathered, gathered=gathered * (not self.split), dh=s.hidden)
+        self.products(weights, gradients, gathered)
         t.free("partial", "gathered")
-        self.free_operands(*gradients)
 
     def mlp(self, name: str, prefix: str) -> None:
         t = self.t
         width = _Forward(self.s, self.kind, t).width(prefix)
-        self.closing(f"{prefix}down_proj", f"{name}.act", width, "dact")
+        self.closing(f"{prefix}down_proj", [f"{name}.act"], width, "dact")
         t.pass_by(2 * width)
         t.take(dgate=width, dup=width)
         t.free("dact", f"{name}.gate", f"{name}.up")
@@ -518,7 +558,7 @@ class _Backward:
     def norm(self, name: str, operand: str) -> None:
         """From dh to a gradient that is added to the one that passed by."""
         s, t = self.s, self.t
-        self.free_operands(f"{name}.out")
+        self.products([], [f"{name}.out"])
         self.norm_passes(s.hidden)
         t.free(f"{name}.scale", operand)
         t.pass_by(s.hidden)
@@ -526,12 +566,18 @@ class _Backward:
         if self.split and (name == "norm1" or self.closes_mlp):
             # The product that closed the part has multiplied the gradient that came in.
             t.take(closing=s.hidden * (1 - s.sp))
-            t.keep("closing")
+            self.products([], ["closing"])
 
     @property
     def closes_mlp(self) -> bool:
         """Is there a dense product at the end of the layer?"""
         return not self.kind.moe or self.s.moe.shared_intermediate_size > 0
+
+    @property
+    def closing_gradient(self) -> Numbers:
+        """The gradient that comes in, where a product that is put off holds on to it as it is."""
+        scaled = self.kind.moe and self.s.moe.shared_gate
+        return self.s.hidden * (1 - self.s.sp) * (self.closes_mlp and not scaled)
 
     def norm_passes(self, size: Numbers) -> None:
         s, whole = self.s, self.s.fp32(size)
@@ -540,9 +586,8 @@ class _Backward:
 
     def attention(self, recompute: str) -> None:
         s, t, config = self.s, self.t, self.s.job.config
-        self.closing("o_proj", "flat", s.query, "dflat")
+        self.closing("o_proj", ["flat", *["direct"] * self.split], s.query, "dflat")
         if self.split:
-            t.keep("direct")
             t.take(direct=0.0)
         if recompute == "selective":
             t.free("direct")
@@ -570,11 +615,10 @@ class _Backward:
 
     def kernel(self) -> None:
         """What the kernel takes inside, and a ring's keys, values and gradients under way."""
-        s, t, config = self.s, self.t, self.s.job.config
+        s, t = self.s, self.t
         results = s.query + 2 * s.spread_key
-        inside = s.fp32(s.query) + s.log_sums
-        if config.num_heads > config.num_kv_heads:
-            inside = inside + 2 * s.query
+        grouped = s.query > 1.5 * s.spread_key  # do several query heads share a key here?
+        inside = s.fp32(s.query) + s.log_sums + 2 * s.query * grouped
         t.pass_by((results + inside) * (1 - s.ring))
         # Of a ring: the result in short floats, the query's gradient in fp32; keys and values for
         # each query head, their gradients, the query's, and what the kernel takes inside.
@@ -606,31 +650,47 @@ class _Backward:
         t.take(dexperts=rows * s.travels)
         t.take(dassembled=-rows * s.split)
         t.take(dhome=-copies * (1 - s.crosses) * s.travels)
+        t.end_phase()
         width = s.expert_width
         t.take(dact=width)
-        self.weight("experts.down_proj")
-        self.free_operands("dhome", "dexperts", "experts.act")
+        self.products(["experts.down_proj"], ["dhome", "dexperts", "experts.act"])
         t.free("dassembled", "back")
         t.pass_by(2 * width)
         t.take(dgate=width, dup=width)
         t.free("dact", "experts.gate", "experts.up")
         t.pass_by(2 * rows)
         t.take(drows=rows)
-        self.weight("experts.gate_proj")
-        self.weight("experts.up_proj")
-        self.free_operands("dgate", "dup", "tokens", "sorted")
+        operands = ["dgate", "dup", "tokens", "sorted"]
+        self.products(["experts.gate_proj", "experts.up_proj"], operands)
         t.end_phase(*([] if self.split else ["expert_gradients"]), experts=True)
+        # Another tensor of the same size takes the place of the rows' gradient, once or twice.
         t.pass_by(rows * s.travels)
         t.pass_by((rows + s.fp32(s.rows(s.arrived))) * s.split)
-        t.free("drows", "trip", "route")
+        # It stays while it travels home, and the shared expert works beside it.
+        t.take(dtokens=copies * s.crosses)
+        t.free("trip")
+        if moe.shared_intermediate_size:
+            self.shared_expert()
+        # The gradient of the rows is the one that has come home, if it has left.
+        t.take(drows=-rows * s.crosses)
+        own = s.rows(s.routed)
+        t.take(dh=s.hidden)
+        t.free("drows", "dtokens", "route")
         if self.split:  # the router's product, and the tokens where they are a part of norm2.out
             t.take(router=s.element * s.routed * moe.num_experts)
-            t.keep("router")
-        t.take(dh=s.hidden)
-        t.pass_by(copies)
+            self.products([], ["router"])
+        t.pass_by(2 * own)  # the router's and the sum
         if moe.shared_intermediate_size:
-            t.pass_by(2 * s.hidden)
-            if moe.shared_gate:
-                t.free("shared.scale", "shared.y")
-            self.mlp("shared", "shared_expert.")
+            t.pass_by(s.hidden)
             t.take(dh=-s.hidden)
+
+    def shared_expert(self) -> None:
+        s, t = self.s, self.t
+        scaled = s.hidden * s.moe.shared_gate
+        t.pass_by(2 * scaled)
+        t.take(dscale=scaled)
+        if s.moe.shared_gate:
+            t.free("shared.scale", "shared.y")
+        self.mlp("shared", "shared_expert.")
+        t.pass_by(scaled)
+        t.free("dscale")

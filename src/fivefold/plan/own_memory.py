@@ -1,12 +1,13 @@
 """Bytes of device memory of this program's own training step (`--engine fivefold`).
 
-What a layer takes is in `own_layers`. Here the passes of a rank follow each other as its schedule
-says, and its weights and gradients come and go as the ZeRO stage says (`parallel.data.run`).
+What a layer takes is in `own_layers`, and when passes begin in `own_moments`. Here the passes of a
+rank follow each other as its schedule says, and its weights and gradients come and go as the ZeRO
+stage says (`parallel.data.run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,9 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.layout.actions import is_table_file
 from fivefold.layout.many import Layouts
-from fivefold.layout.notation import PLANNED_SCHEDULES
 from fivefold.layout.stages import chunk_stage, chunks_a_rank
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.weights import (
@@ -27,13 +26,11 @@ from fivefold.model.weights import (
     layer_weights,
 )
 from fivefold.parallel.data.memory import after_step
-from fivefold.parallel.pipeline.schedules import build
-from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.work import FP32, Work, layer_range, shard_degree
 from fivefold.plan.job import Job
 from fivefold.plan.operations import Numbers
 from fivefold.plan.own_layers import INT64, Passes, Sizes, layer_passes
-from fivefold.plan.pipeline import in_flight
+from fivefold.plan.own_moments import Moment, moments
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
@@ -87,115 +84,6 @@ def _taken(work: Work, members: NDArray[Any]) -> dict[str, Any]:
 COUNTS = ("chunks", "sends_on", "sends_back", "first", "last")
 
 
-# Moments of a schedule
-
-
-@dataclass(frozen=True)
-class Moment:
-    """When a rank of a pipeline begins a pass."""
-
-    kind: str  # of the pass: F, B, I or W
-    chunk: int
-    in_flight: tuple[int, ...]  # micro-batches that it holds of each chunk, this one included
-    put_off: tuple[int, ...]  # those whose weight gradients are still to come, this one included
-    accumulated: tuple[bool, ...]  # does a chunk have gradients of weights?
-    finished: tuple[bool, ...]  # and from all micro-batches?
-    last: bool  # is this the chunk's last pass for its weights?
-    messages: int  # hidden states that have arrived for the next pass, or leave still
-
-    @property
-    def starts(self) -> bool:
-        """Is it the first micro-batch of the chunk?"""
-        return self.is_new(self.chunk) and self.in_flight[self.chunk] == 1
-
-    def is_new(self, chunk: int) -> bool:
-        return not self.accumulated[chunk] and not self.put_off[chunk]
-
-    def is_gathered(self, chunk: int) -> bool:
-        """Has the chunk been gathered for this step, where that is done once?"""
-        begun = self.in_flight[chunk] > 0 or not self.is_new(chunk)
-        return begun and not self.finished[chunk]
-
-
-@lru_cache(maxsize=4096)
-def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """The moments of one step, but for those that another one surpasses."""
-    if schedule in PLANNED_SCHEDULES:
-        return _moments_of_planned(schedule, pp, vpp, micro_batches, rank)
-    if schedule == "1f1b":  # after its warm-up it goes round in the same circle
-        circle = pp - rank + 2 if vpp == 1 else 4 * pp
-        micro_batches = min(micro_batches, circle)
-    elif schedule not in ("gpipe", "bfs") and not is_table_file(schedule):
-        micro_batches = min(micro_batches, 6 * pp)
-    table = build(schedule, pp, vpp, micro_batches)
-    return tuple(_highest(_moments_of(table, rank)))
-
-
-def _moments_of(table: Schedule, rank: int) -> list[Moment]:
-    steps = table.steps(rank)
-    chunks = sorted({step.action.stage for step in steps})
-    held, put_off, done = ([0] * len(chunks) for _ in range(3))
-    found = dict[Moment, None]()
-    leaving = 0
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        kind, chunk = step.action.kind, chunks.index(step.action.stage)
-        held[chunk] += kind == "F"
-        arriving = following is not None and following.receives is not None
-        moment = Moment(
-            kind,
-            chunk,
-            tuple(held),
-            tuple(put_off),
-            tuple(count > 0 for count in done),
-            tuple(count == table.micro_batches for count in done),
-            kind in "BW" and done[chunk] == table.micro_batches - 1,
-            arriving + leaving,
-        )
-        found[moment] = None
-        held[chunk] -= kind in "BI"
-        put_off[chunk] += (kind == "I") - (kind == "W")
-        done[chunk] += kind in "BW"
-        if step.sends is not None:
-            leaving = int(kind != "F")  # what a forward pass sends is its output, which stays
-    return list(found)
-
-
-def _moments_of_planned(
-    schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
-) -> tuple[Moment, ...]:
-    """Of a schedule that has no table: its chunks hold alike much, as `in_flight` says."""
-    chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
-    held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
-    each = (max(1, -(-held // chunks)),) * chunks
-    none, yes, no = (0,) * chunks, (True,) * chunks, (False,) * chunks
-    return tuple(
-        Moment(kind, chunk, each, none, yes, no, False, 1)
-        for kind in "FB"
-        for chunk in range(chunks)
-    )
-
-
-def _highest(found: list[Moment]) -> Iterator[Moment]:
-    """Without those at which there is no more in flight, put off, accumulated and on its way than
-    at another one of the same chunk and kind."""
-    alike: dict[tuple[Any, ...], list[Moment]] = {}
-    for each in found:
-        key = (each.kind, each.chunk, each.last, each.kind == "F" and each.starts)
-        alike.setdefault(key, []).append(each)
-    for group in alike.values():
-        there = np.array([_figures(moment) for moment in group])
-        for number, each in enumerate(group):
-            if not np.any(np.delete(np.all(there >= there[number], axis=1), number)):
-                yield each
-
-
-def _figures(moment: Moment) -> tuple[int, ...]:
-    unfinished = tuple(not each for each in moment.finished)
-    gathered = tuple(moment.is_gathered(chunk) for chunk in range(len(unfinished)))
-    states = (*moment.accumulated, *unfinished, *gathered)
-    return (*moment.in_flight, *moment.put_off, *states, moment.messages)
-
-
 # Bytes at a moment
 
 
@@ -240,9 +128,9 @@ class _Run:
     """Layers of a chunk that are alike and follow each other."""
 
     count: Numbers
+    kind: LayerKind
     recomputed: bool
     passes: Passes
-    split: Passes  # with backward passes in two parts
     dense: _Unit
     experts: _Unit
 
@@ -260,6 +148,7 @@ class _Ranks:
         self.sizes = Sizes(job, layouts, work)
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
+        self.joins = bool(np.any(self.sizes.joins))
         self.splits = splits
         chunks = range(int(chunks_a_rank(layouts).max(initial=1)))
         self.stages = [chunk_stage(layouts, rank, chunk) for chunk in chunks]
@@ -284,27 +173,28 @@ class _Ranks:
             for first, last, recomputed in parts:
                 count = np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None)
                 if np.any(count):
-                    passes = self._passes(kind, recomputed, split=False)
-                    split = self._passes(kind, recomputed, self.splits)
-                    runs.append(_Run(count, recomputed, passes, split, *self._units(kind)))
+                    passes = self.passes(kind, recomputed)
+                    runs.append(_Run(count, kind, recomputed, passes, *self._units(kind)))
         return runs
 
-    def _passes(self, kind: LayerKind, recomputed: bool, split: bool) -> Passes:
-        key = (kind, recomputed, split)
+    def passes(
+        self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
+    ) -> Passes:
+        key = (kind, recomputed, split, accumulated and self.joins)
         if key not in self._known:
             if recomputed:
-                passes = layer_passes(self.sizes, kind, "full", split)
+                passes = layer_passes(self.sizes, kind, "full", *key[2:])
             else:
-                passes = layer_passes(self.sizes, kind, "none", split)
+                passes = layer_passes(self.sizes, kind, "none", *key[2:])
                 selective = self.layouts.recompute == "selective"
                 if np.any(selective):
-                    those = layer_passes(self.sizes, kind, "selective", split)
+                    those = layer_passes(self.sizes, kind, "selective", *key[2:])
                     passes = _choose(selective, those, passes)
             self._known[key] = passes
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[LayerKind, bool, bool], Passes]:
+    def _known(self) -> dict[tuple[LayerKind, bool, bool, bool], Passes]:
         return {}
 
     def _units(self, kind: LayerKind) -> tuple[_Unit, _Unit]:
@@ -374,7 +264,11 @@ class _Ranks:
     def put_off(self, chunk: int) -> Numbers:
         """Between its backward pass for the input and that for the weights."""
         total = self.last(chunk) * self.head_put_off + self.first(chunk) * self.lookup_put_off
-        return total + sum(run.count * run.split.put_off for run in self.chunks[chunk])
+        if not self.splits:
+            return total
+        runs = self.chunks[chunk]
+        split = [self.passes(run.kind, run.recomputed, split=True) for run in runs]
+        return total + sum(run.count * one.put_off for run, one in zip(runs, split, strict=True))
 
     @property
     def head_put_off(self) -> Numbers:
@@ -450,63 +344,11 @@ class _Ranks:
 
     def pass_through(self, moment: Moment, worst: _Worst) -> None:
         if moment.kind == "F":
-            self._forward(moment, worst)
+            _ForwardPass(self, moment, worst).run()
         elif moment.kind == "W":
             _WeightPass(self, moment, worst).run()
         else:
             _BackwardPass(self, moment, worst).run()
-
-    def _forward(self, moment: Moment, worst: _Worst) -> None:
-        s, chunk = self.sizes, moment.chunk
-        state = self.between(moment)
-        root, first, last = self.root(chunk), self.first(chunk), self.last(chunk)
-        # Weights are gathered for each forward pass, or for the first one of a step.
-        gathers = self.gathers | moment.starts
-        state["weights"] = state["weights"] + root.gathered * self.gathers
-        alive = first * self.lookup_kept
-        behind = root.gathered * gathers  # what the last gather left behind
-        lookup = first * (s.wide + s.sp * s.hidden)
-        worst.offer(True, _add(state, activations=alive, temporary=lookup + behind))
-        for run in self.chunks[chunk]:
-            there, passes = run.count > 0, run.passes
-            # What is gathered last leaves its message behind, until the next one has come.
-            dense, experts = run.dense.gathered * gathers, run.experts.gathered * gathers
-            flat = np.where(experts > 0, experts, dense)
-            # In the last of these layers.
-            kept = alive + (run.count - 1) * passes.kept + s.hidden
-            copying = dense + np.where(run.count > 1, flat, behind)
-            worst.offer(
-                there,
-                _add(
-                    state,
-                    weights=run.dense.gathered * self.gathers,
-                    activations=kept,
-                    temporary=copying,
-                ),
-            )
-            # Beside it the next layer's are on their way, where they are not there already.
-            coming = dense * self.gathers * (run.count > 1)
-            message = dense
-            for phase in passes.forward:
-                gathered = run.dense.gathered + run.experts.gathered * phase.experts
-                if phase.experts:
-                    message = dense + experts
-                working = message + coming + phase.peak - s.hidden
-                worst.offer(
-                    there,
-                    _add(
-                        state,
-                        weights=gathered * self.gathers,
-                        activations=kept,
-                        temporary=working,
-                    ),
-                )
-                if phase.experts:
-                    message = flat
-            alive = alive + run.count * passes.kept
-            behind = np.where(there, flat, behind)
-        loss = s.short * self.logits + (INT64 + 3 * FP32) * s.tokens + behind
-        worst.offer(last > 0, _add(state, activations=alive + self.head_kept, temporary=loss))
 
     def step(self, worst: _Worst) -> None:
         """The optimizer's: gradients that ranks share are summed in one message each."""
@@ -525,6 +367,71 @@ class _Ranks:
         worst.offer(True, kinds)
 
 
+class _ForwardPass:
+    """One forward pass of a chunk, from the embedding or the stage before to the loss."""
+
+    def __init__(self, ranks: _Ranks, moment: Moment, worst: _Worst) -> None:
+        self.ranks, self.worst, self.chunk = ranks, worst, moment.chunk
+        self.s, self.runs = ranks.sizes, ranks.chunks[moment.chunk]
+        # Weights are gathered for each forward pass, or for the first one of a step.
+        self.gathers = ranks.gathers | moment.starts
+        root = ranks.root(self.chunk).gathered
+        self.state = _add(ranks.between(moment), weights=root * ranks.gathers)
+        # What is gathered last leaves its message behind, until the next one has come.
+        self.behind = root * self.gathers
+        self.alive = ranks.first(self.chunk) * ranks.lookup_kept
+
+    def offer(self, here: Numbers, activations: Numbers, temporary: Numbers, weights=0.0) -> None:
+        weights = weights * self.ranks.gathers
+        kinds = _add(self.state, weights=weights, activations=activations, temporary=temporary)
+        self.worst.offer(here, kinds)
+
+    def run(self) -> None:
+        s, ranks = self.s, self.ranks
+        first, last = ranks.first(self.chunk), ranks.last(self.chunk)
+        self.offer(True, self.alive, first * (s.wide + s.sp * s.hidden) + self.behind)
+        for number, run in enumerate(self.runs):
+            # The next layer's weights come with it where they are not there already.
+            self.layer(run, 2, ranks.gathers, run.dense.gathered)
+            self.layer(run, 1, True, self.following(number))
+            self.alive = self.alive + run.count * run.passes.kept
+            self.behind = np.where(run.count > 0, self.left_behind(run), self.behind)
+        loss = s.short * ranks.logits + (INT64 + 3 * FP32) * s.tokens + self.behind
+        self.offer(last > 0, self.alive + ranks.head_kept, loss)
+
+    def following(self, number: int) -> Numbers:
+        """Weights that are on their way beside the last layer of run `number`."""
+        after: Numbers = 0.0
+        for run in reversed(self.runs[number + 1 :]):
+            after = np.where(run.count > 0, run.dense.gathered, after)
+        return after
+
+    def left_behind(self, run: _Run) -> Numbers:
+        experts = run.experts.gathered
+        return np.where(experts > 0, experts, run.dense.gathered) * self.gathers
+
+    def layer(self, run: _Run, place: int, here: Numbers, coming: Numbers) -> None:
+        """The last of these layers, or the last but one (`place` 2)."""
+        here, own = here & (run.count >= place), run.dense.gathered
+        if not np.any(here):
+            return
+        dense, experts = own * self.gathers, run.experts.gathered * self.gathers
+        before = self.alive + (run.count - place) * run.passes.kept
+        kept = before + self.s.hidden
+        left = np.where(run.count > place, self.left_behind(run), self.behind)
+        self.offer(here, kept, dense + left, own)
+        # Its experts' and the next layer's are on their way.
+        message, coming = dense + experts, coming * self.ranks.gathers
+        end: Numbers = self.s.hidden
+        for phase in run.passes.forward:
+            weights = own + run.experts.gathered * phase.experts
+            if phase.experts:  # copied out, while the message before is still there
+                self.offer(here & (experts > 0), before + end, message + coming, weights)
+                message = self.left_behind(run)
+            self.offer(here, kept, message + coming + phase.peak - self.s.hidden, weights)
+            end = phase.end
+
+
 class _BackwardPass:
     """One backward pass of a chunk, from the loss or the next stage to the embedding."""
 
@@ -534,11 +441,14 @@ class _BackwardPass:
         self.state = ranks.between(moment)
         self.runs = ranks.chunks[self.chunk]
         self.last, self.first = ranks.last(self.chunk), ranks.first(self.chunk)
-        self.splits = moment.kind == "I"
+        self.splits = moment.kind in "IW"
         self.accumulated = moment.accumulated[self.chunk]
         self.reduces = ranks.reduces | moment.last
+        self.waits = 1 - self.s.joins * self.accumulated  # gradients, for the rest of their unit
         self.matrix = self.s.element * ranks.columns * ranks.job.config.hidden_size
         self.alive = ranks.keeps[self.chunk] - self.s.hidden * (1 - self.last)
+        # Gradients that come first are copied to fp32.
+        self.adds = self.s.short * (not self.accumulated)
         # Of sharded weights outside the layers, until the pass is over.
         self.outside: Numbers = 0.0
         self.on_the_way: Numbers = 0.0  # gradients that were reduced last
@@ -590,7 +500,9 @@ class _BackwardPass:
         if self.splits:
             self.leave(self.last * ranks.head_put_off)
         else:
-            self.outside = self.matrix * sharded * self.last
+            # One that is tied to the embedding's waits for that, which is added to it.
+            waits = np.maximum(self.waits, ranks.job.config.tied_embeddings * self.first)
+            self.outside = self.matrix * sharded * self.last * waits
         norm = s.hidden + (3 + s.short) * s.fp32(s.hidden) + ahead
         self.offer(here, self.alive + s.hidden + FP32 * s.held, norm)
 
@@ -615,27 +527,39 @@ class _BackwardPass:
 
     def layer(self, run: _Run, here: Numbers, given: Numbers, ahead: Numbers) -> None:
         s, ranks = self.s, self.ranks
-        passes = run.split if self.splits else run.passes
+        passes = self.passes(run)
         below = self.alive - passes.kept
         dense = run.dense.gathered * ranks.gathers
         # Its weights are copied out of the message that brought them.
         copying = run.units.gathered * ranks.gathers + s.hidden * (1 - given) + self.on_the_way
         self.offer(here, self.alive, copying, weights=dense)
+        # The experts' message has come with it, and is copied out when they are needed.
+        message = run.experts.gathered * ranks.gathers
+        old, new = 0.0, 0.0
         for phase in passes.backward:
+            others = ahead + self.on_the_way
             weights = dense + run.experts.gathered * ranks.gathers * phase.experts
-            working = phase.peak - phase.old + ahead + self.on_the_way
-            if phase is not passes.backward[-1]:  # which begins with a sum, a tensor of its own
-                working = working - s.hidden * given
-            self.offer(here, below + phase.old, working, weights=weights)
+            if phase.experts:
+                copying = here & (message > 0)
+                self.offer(copying, below + old, new + others + message, weights=weights)
+                message = 0.0
+            # The last phase begins with a sum, a tensor of its own.
+            is_last = phase is passes.backward[-1]
+            others = others + message - given * (passes.closing if is_last else s.hidden)
+            self.offer(here, below + phase.old, phase.peak - phase.old + others, weights=weights)
+            old, new = phase.old_end, phase.end - phase.old_end - s.hidden * given
             if phase.experts and not self.splits:
-                beside = phase.end - phase.old_end - passes.expert_gradients + ahead
-                kept = below + phase.old_end
-                self.through(run.experts, here, kept, beside, passes.expert_gradients, dense)
+                short = passes.expert_gradients
+                self.through(run.experts, here, below + old, new - short + ahead, short, dense)
+                new = new - short
         self.alive = np.where(here, below, self.alive)
         if self.splits:
-            self.leave(here * passes.put_off)
+            self.leave(here * (passes.put_off - given * passes.closing))
             return
         self.through(run.dense, here, below, s.hidden + ahead, passes.gradients, 0.0)
+
+    def passes(self, run: _Run) -> Passes:
+        return self.ranks.passes(run.kind, run.recomputed, self.splits, self.accumulated)
 
     def through(
         self,
@@ -648,7 +572,7 @@ class _BackwardPass:
     ) -> None:
         """A unit's gradients are all there: they are reduced, or added up in fp32 one by one."""
         ranks = self.ranks
-        adding = 0.0 if self.accumulated else unit.gradients - short * 2 / 3
+        adding = self.adds * (unit.gradients - short * 2 / 3)
         gone = -unit.gathered * ~ranks.gathers * self.moment.last
         # They are copied into one message; all but the last are gone when the result is made.
         beside_message = np.maximum(short, unit.shard + short / 3)
@@ -661,6 +585,8 @@ class _BackwardPass:
 
     def settle(self, unit: _Unit, count: Numbers) -> None:
         """The state after so many units have been reduced or added up."""
+        if unit is NO_UNIT:
+            return
         ranks = self.ranks
         if not self.accumulated:
             gradients = np.where(self.reduces, unit.shard, unit.gradients)
@@ -677,7 +603,7 @@ class _BackwardPass:
         """So many layers of a run, unseen."""
         self.alive = self.alive - count * run.passes.kept
         if self.splits:
-            self.leave(count * run.split.put_off)
+            self.leave(count * self.passes(run).put_off)
             return
         self.settle(run.experts, count)
         self.settle(run.dense, count)
@@ -692,8 +618,8 @@ class _BackwardPass:
         rows = rows + s.fp32(s.wide) * s.short * ~sharded
         matrix = self.matrix * sharded * self.first
         self.offer(self.first > 0, self.alive, rows + matrix + self.on_the_way)
-        adding = 0.0 if self.accumulated else root.gradients
-        self.offer(True, self.alive, matrix + np.where(self.reduces, root.padded, adding))
+        adding = np.where(self.reduces, root.padded, self.adds * root.gradients)
+        self.offer(True, self.alive, matrix * self.waits + adding)
 
 
 class _WeightPass(_BackwardPass):
@@ -703,37 +629,48 @@ class _WeightPass(_BackwardPass):
     def run(self) -> None:
         s, ranks, chunk = self.s, self.ranks, self.chunk
         left, made = ranks.puts_off[chunk], 0.0
-        gathered = s.wide * s.sp
         sharded = ranks.root(chunk).gathered > 0
         own = self.matrix * np.where(sharded, 1.0, s.short)
-        self.offer(self.last > 0, left, gathered + own)
+        self.offer(self.last > 0, left, s.wide * s.sp + own)
         left = left - self.last * ranks.head_put_off
-        made = made + self.last * self.matrix * sharded
+        made = made + self.last * self.matrix * sharded * self.waits
         for run in reversed(self.runs):
-            largest = s.largest_product(run.experts is not NO_UNIT)
-            self.offer(run.count > 0, left, gathered + made + largest)
-            left = left - run.count * run.split.put_off
-            made = made + run.count * self.short(run.units)
-            self.offer(run.count > 0, left + run.split.put_off, made)
+            passes, own = self.passes(run), self.short(run.units)
+            peak, old = passes.weights.peak, passes.weights.old
+            for number in (0, run.count - 1):  # with most put off, or with most gradients
+                others = left - (number + 1) * passes.put_off
+                self.offer(run.count > 0, others + old, made + number * own + peak - old)
+            left = left - run.count * passes.put_off
+            made = made + run.count * own
         rows = s.wide * (ranks.layouts.tp > 1) + s.fp32(s.wide) * s.short * ~sharded
         self.offer(self.first > 0, left, made + rows + self.matrix * sharded)
-        made = made + self.first * self.matrix * sharded * (1 - self.last)
+        made = made + self.first * self.matrix * sharded * (1 - self.last) * self.waits
         self.reduce(made)
 
     def reduce(self, made: Numbers) -> None:
-        """Each unit in its turn, what is outside the layers first."""
-        units = [(self.ranks.root(self.chunk), np.ones_like(self.last))]
+        """Each unit in its turn, what is outside the layers first; of layers that are alike those
+        of the first and the last."""
+        made = self.reduce_unit(self.ranks.root(self.chunk), np.ones_like(made, bool), made)
         for run in reversed(self.runs):
-            units += [(run.dense, run.count), (run.experts, run.count)]
-        for unit, count in units:
-            here = (count > 0) & (unit.padded > 0)
-            self.through(unit, here, 0.0, made - self.short(unit), self.short(unit), 0.0)
-            self.settle(unit, count - here)
-            made = made - count * self.short(unit)
+            through = np.zeros_like(run.count)
+            for number in (0, run.count - 1):
+                here = (run.count > 0) & (through <= number)
+                unseen = np.where(here, number - through, 0)
+                self.settle(run.dense, unseen)
+                self.settle(run.experts, unseen)
+                made = made - unseen * self.short(run.units)
+                for unit in (run.dense, run.experts):
+                    made = self.reduce_unit(unit, here, made)
+                through = through + unseen + here
+
+    def reduce_unit(self, unit: _Unit, here: Numbers, made: Numbers) -> Numbers:
+        own = self.short(unit)
+        self.through(unit, here & (unit.padded > 0), 0.0, made - own, own, 0.0)
+        return made - here * own
 
     def short(self, unit: _Unit) -> Numbers:
         """Its gradients as autograd gets them."""
-        return unit.gradients * (self.s.element / FP32)
+        return unit.gradients * (self.s.element / FP32) * self.waits
 
 
 @lru_cache(maxsize=64)
@@ -750,7 +687,7 @@ def _segments(config: ModelConfig) -> list[tuple[LayerKind, int, int]]:
 
 
 def _add(kinds: dict[str, Numbers], **more: Numbers) -> dict[str, Numbers]:
-    return {kind: size + more.get(kind, 0.0) for kind, size in kinds.items()}
+    return {**kinds, **{kind: kinds[kind] + size for kind, size in more.items()}}
 
 
 def _choose(here: Numbers, yes: Any, no: Any) -> Any:
