@@ -67,6 +67,8 @@ FIXES = (
     *("schedule=gpipe", "schedule=zb-h1", "schedule=zb-v", "schedule=dualpipe-v"),
 )
 """What a layout is drawn to have, so that no split is rare."""
+SPREAD = ("MoE", "dp2 ep2 mb4")
+"""What is run first, so that the planner can be told how uneven the experts' tokens are."""
 WARM_UP = 2
 """Steps at the start of a run that do not count."""
 
@@ -84,6 +86,7 @@ class Result:
     measured_bytes: float
     ledger_differences: int
     seconds: list[dict[str, Any]]  # where the step went, predicted and measured
+    imbalance: float | None  # tokens of the busiest expert rank over the mean
 
     @property
     def error(self) -> float:
@@ -101,7 +104,7 @@ class Result:
 # --- what is run -------------------------------------------------------------------------------
 
 
-def job_of(model: str, cluster: str, processes: int) -> Job:
+def job_of(model: str, cluster: str, processes: int, imbalance: float = 1.0) -> Job:
     return Job(
         load_config(MODELS[model]),
         load_cluster(cluster, processes),
@@ -109,6 +112,7 @@ def job_of(model: str, cluster: str, processes: int) -> Job:
         GLOBAL_BATCH,
         "fp32",
         ENGINES["fivefold"],
+        imbalance=imbalance,
     )
 
 
@@ -137,12 +141,14 @@ def _with(job: Job, fix: str) -> list[Layout]:
     return [each for each in legal if not violations(each, job.config, job.sequence_length)]
 
 
-def best_planned(cluster: str) -> Iterator[tuple[str, Layout, bool]]:
+def best_planned(cluster: str, imbalance: float) -> Iterator[tuple[str, Layout, bool]]:
     """What the planner would have one take, and what it likes next best: a model, a layout, and
-    whether it is the favourite."""
+    whether it is the favourite. `imbalance`: of the model with experts."""
     for model in MODELS:
         for processes in FAVOURED:
-            best = search(job_of(model, cluster, processes), Wishes(top=LIKED)).best
+            uneven = imbalance if model == SPREAD[0] else 1.0
+            job = job_of(model, cluster, processes, uneven)
+            best = search(job, Wishes(top=LIKED)).best
             for place, each in enumerate(best):
                 yield model, each.layout, place == 0
 
@@ -177,6 +183,7 @@ def run(model: str, layout: Layout, favourite: bool, cluster: str, steps: int) -
         measured_bytes=report["memory"]["measured_bytes"],
         ledger_differences=len(report["ledger_differences"]),
         seconds=report["seconds"],
+        imbalance=report["imbalance"],
     )
 
 
@@ -219,6 +226,14 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "memory_p90_abs_error": float(np.quantile(memory, 0.9)),
         "ledger_differences": sum(each.ledger_differences for each in results),
         "regret": followed,
+        "imbalance": {
+            f"ep{ep}": statistics.fmean(
+                each.imbalance
+                for each in results
+                if each.imbalance is not None and parse(each.layout).ep == ep
+            )
+            for ep in sorted({parse(each.layout).ep for each in results if each.imbalance})
+        },
         "mean_regret": statistics.fmean(followed.values()) if followed else math.nan,
     }
 
@@ -247,6 +262,9 @@ def sentences(found: dict[str, Any]) -> Iterator[str]:
         f"Memory: median error {found['memory_median_abs_error']:.1%}, 90th percentile "
         f"{found['memory_p90_abs_error']:.1%}. Ledgers: {found['ledger_differences']} differences."
     )
+    uneven = ", ".join(f"{name} {value:.2f}" for name, value in found["imbalance"].items())
+    if uneven:
+        yield f"Tokens of the busiest expert rank over the mean: {uneven}."
     followed = ", ".join(f"{name}: {value:.1%}" for name, value in found["regret"].items())
     yield (
         f"The planner's favourite (*) against the measured best: {found['mean_regret']:.1%} slower "
@@ -264,7 +282,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     cluster = options.cluster or _calibrated()
-    wanted = list(best_planned(cluster))
+    spread = run(SPREAD[0], parse(SPREAD[1]), False, cluster, options.steps)
+    assert spread.imbalance is not None
+    wanted = list(best_planned(cluster, spread.imbalance))
     known = {(model, str(layout)) for model, layout, _ in wanted}
     for model, layout in drawn(cluster, options.layouts, options.seed):
         if (model, str(layout)) not in known:

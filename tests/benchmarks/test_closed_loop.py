@@ -23,6 +23,7 @@ RESULT = Result(
     measured_bytes=100.0,
     ledger_differences=0,
     seconds=[],
+    imbalance=None,
 )
 
 

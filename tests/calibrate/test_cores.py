@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,10 @@ from fivefold.calibrate import steps
 from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
 from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, cluster_of
-from fivefold.layout.many import Layouts
+from fivefold.cluster.cores import Resident
 from fivefold.model.config import load_config
 from fivefold.plan.estimate import estimate
 from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.memory import resident_kinds
 from tests.plan.cores import machine
 
 TOP = {
@@ -132,20 +131,29 @@ def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_eleme
 
 def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_they_take():
     cluster = truth()
+    beside = {
+        "alone": Resident(5e7, 0.2),
+        "messages": Resident(6e7, 0.1),
+        "zero": Resident(0.0, 5.0),
+        "recompute": Resident(0.0, 20.0),
+    }
+    holding = replace(
+        cluster,
+        operations=(
+            *cluster.operations,
+            *({"what": "resident", "kind": k, **asdict(each)} for k, each in beside.items()),
+        ),
+    )
     points = []
-    beside = {"alone": (5e7, 0.2), "messages": (6e7, 0.1), "zero": (7e7, 0.0)}
-    more = {"recompute": (6e7, 0.1 + 0.15)}
     for model, text in steps.cases(8):
-        layout = steps.layout_of(text)
-        tensors = estimate(job(cluster, model, text), layout).peak_memory_bytes
-        kind = str(resident_kinds(Layouts.of([layout]))[0])
-        bytes_, share = more["recompute"] if text == steps.RECOMPUTED else beside[kind]
-        grown = round(bytes_ + (1 + share) * tensors)
-        for size in (grown, grown - 10_000_000):  # the larger process counts
-            points.append(Point("resident", {"model": model, "layout": text, "bytes": size}, 1, 1))
-    found = {r["kind"]: (r["bytes"], r["share"]) for r in steps.resident_records(points, cluster)}
-    for kind, expected in {**beside, "recompute": (0.0, 0.15)}.items():
-        assert found[kind] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        made = estimate(job(holding, model, text), steps.layout_of(text))
+        for smaller in (0, 10_000_000):  # the larger process counts
+            grown = round(made.peak_memory_bytes) - smaller
+            points.append(Point("resident", {"model": model, "layout": text, "bytes": grown}, 1, 1))
+    for record in steps.resident_records(points, cluster):
+        expected = beside[record["kind"]]
+        assert record["bytes"] == pytest.approx(expected.bytes, rel=1e-3)
+        assert record["share"] == pytest.approx(expected.share, rel=1e-2)
 
 
 def test_the_pace_of_so_many_processes_is_how_much_longer_their_steps_took_than_planned():

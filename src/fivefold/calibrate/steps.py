@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ import numpy as np
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
-from fivefold.layout.many import Layouts
+from fivefold.cluster.cores import Resident
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
 from fivefold.plan.estimate import number, simulate
 from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.memory import KINDS, resident_kinds, stage_memory
+from fivefold.plan.memory import KINDS, stage_memory
 from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
@@ -62,13 +62,14 @@ LARGER = DENSE | {
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "larger": LARGER}
 PACED = ("mb4", "dp2 mb4", "pp2 mb2", "dp4 mb2", "pp4 mb2", "dp8", "pp4 dp2 mb2")
 """Layouts of the larger model that show how a step goes among so many processes."""
-RECOMPUTED = "dp2 mb4 recompute=full"
+MORE = (SPLITS["zero"], "dp2 zero2 mb4", "dp2 mb4 recompute=full", "pp2 mb2 recompute=full")
+"""And those that show what more memory ZeRO and recomputation take."""
 
 
 def cases(processes: int) -> list[tuple[str, str]]:
     """The (model, layout) that are measured with up to so many processes."""
     dense = [text for name, text in SPLITS.items() if name != "ep"]
-    larger = (*PACED, SPLITS["zero"], RECOMPUTED)
+    larger = (*PACED, *MORE)
     all_cases = [
         *(("dense", text) for text in (ALONE, UNSPLIT, *dense)),
         *(("mixture", text) for text in (UNSPLIT, SPLITS["ep"])),
@@ -229,50 +230,56 @@ def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, An
 
 
 def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
-    """What processes grew by, and no tensor is planned to take: by kinds of layouts on a straight
-    line through all that were measured; and what recomputation adds to the share of tensors."""
-    seen: dict[str, list[tuple[float, float]]] = {}
-    for model, text in dict.fromkeys(
-        (str(point.sizes["model"]), str(point.sizes["layout"]))
-        for point in points
-        if point.what == "resident"
-    ):
-        kind = "recompute"
-        if text != RECOMPUTED:
-            kind = str(resident_kinds(Layouts.of([layout_of(text)]))[0])
-        seen.setdefault(kind, []).append(_resident(points, cluster, model, text))
-    [(tensors, beside)] = seen.pop("recompute")
-    lines = {kind: _line(each) for kind, each in seen.items()}
-    bytes_, share = lines["messages"]
-    lines["recompute"] = 0.0, max(0.0, (beside - bytes_) / tensors - share)
-    return [
-        {"what": "resident", "kind": kind, "bytes": round(bytes_), "share": rounded(share)}
-        for kind, (bytes_, share) in lines.items()
-    ]
+    """What processes grew by, and no tensor is planned to take: `bytes` and a `share` of what the
+    planner multiplies it with, as near as can be to what was measured of each kind."""
+    grown: dict[tuple[str, str], int] = {}
+    for point in points:
+        if point.what == "resident":  # of each process: the larger one counts
+            case = str(point.sizes["model"]), str(point.sizes["layout"])
+            grown[case] = max(grown.get(case, 0), int(point.sizes["bytes"]))
+    found: dict[str, Resident] = {}
+    for kind in ("alone", "messages", "zero", "recompute"):
+        cases = [case for case in grown if _resident_kind(case[1]) == kind]
+        known = _with_resident(cluster, found)
+        beside = [grown[case] - _planned_bytes(known, *case) for case in cases]
+        shares_of = _with_resident(cluster, {kind: Resident(0.0, 1.0)})
+        of = [_planned_bytes(shares_of, *c) - _planned_bytes(cluster, *c) for c in cases]
+        parts = (
+            [np.ones(len(of)), np.array(of)] if kind in ("alone", "messages") else [np.array(of)]
+        )
+        fitted = least_relative_squares(np.stack(parts, 1), np.maximum(beside, 1.0))
+        found[kind] = Resident(float(fitted[0]) if len(parts) > 1 else 0.0, float(fitted[-1]))
+    return [_resident_record(kind, each) for kind, each in found.items()]
 
 
-def _line(seen: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes, and the share of tensors, that are nearest to what was seen beside tensors."""
-    tensors, beside = np.array(seen).T
-    bytes_, share = least_relative_squares(
-        np.stack([np.ones_like(tensors), tensors], 1), np.maximum(beside, 1.0)
-    )
-    return float(bytes_), float(share)
+def _resident_kind(text: str) -> str:
+    layout = layout_of(text)
+    if layout.zero:
+        return "zero"
+    if layout.recompute == "full":
+        return "recompute"
+    return "alone" if layout.world_size == 1 else "messages"
 
 
-def _resident(
-    points: Sequence[Point], cluster: Cluster, model: str, text: str
-) -> tuple[float, float]:
-    """Bytes of tensors in the larger process, as planned, and what it took beside them."""
-    grown = max(
-        int(point.sizes["bytes"])
-        for point in points
-        if point.what == "resident"
-        and (point.sizes["model"], point.sizes["layout"]) == (model, text)
-    )
-    stages = stage_memory(_job(cluster, model, layout_of(text)), layout_of(text))
-    tensors = max(sum(stage[kind] for kind in KINDS) for stage in stages)
-    return tensors, grown - tensors
+def _resident_record(kind: str, each: Resident) -> dict[str, Any]:
+    return {
+        "what": "resident",
+        "kind": kind,
+        "bytes": round(each.bytes),
+        "share": rounded(each.share),
+    }
+
+
+def _with_resident(cluster: Cluster, found: Mapping[str, Resident]) -> Cluster:
+    records = [_resident_record(kind, each) for kind, each in found.items()]
+    return replace(cluster, operations=(*cluster.operations, *records))
+
+
+def _planned_bytes(cluster: Cluster, model: str, text: str) -> float:
+    """Of the rank with the most."""
+    layout = layout_of(text)
+    stages = stage_memory(_job(cluster, model, layout), layout)
+    return max(sum(stage[kind] for kind in KINDS) for stage in stages)
 
 
 def pace_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:

@@ -52,8 +52,8 @@ class Core:
     """What the program does around a message, beside the message, by kinds of messages (see
     `plan.sharing.kind_of`); nothing for a kind that is not among them."""
     resident: Mapping[str, Resident]
-    """What a process comes to hold beside its tensors: `alone`, with `messages`, with those of
-    `zero`; and what `recompute` adds."""
+    """What a process comes to hold beside its tensors: `alone` or with `messages`, and what `zero`
+    and `recompute` add."""
     paces: Mapping[int, float]
     """How much longer what a process does takes in a whole step of so many processes than it was
     measured to take by itself: where they share a core, each finds the caches full of others'."""
@@ -84,7 +84,9 @@ class Resident:
     """Beside tensors."""
 
     bytes: float  # libraries, buffers of messages
-    share: float  # of the tensors, which lies idle between them
+    share: float
+    """What lies idle: of the tensors; with ZeRO of the largest layer's weights; with recomputation
+    of a micro-batch's hidden state."""
 
 
 @dataclass(frozen=True)

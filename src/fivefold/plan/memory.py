@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fivefold.cluster.cores import Core, Resident
+from fivefold.cluster.cores import Resident
 from fivefold.layout.many import Layouts
 from fivefold.layout.notation import Layout
 from fivefold.model.config import TRAINED_FAMILIES, LayerKind, ModelConfig
@@ -253,14 +252,29 @@ class _Rank:
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
-        cluster = self.job.cluster
-        if cluster.cores:
-            beside, share = resident(cluster.core, self.layouts)
+        tensors = sum(kinds.values())
+        if self.job.cluster.cores:
+            kinds["overhead"], kinds["reserve"] = self.beside_tensors(tensors)
         else:
-            beside, share = reserve_bytes(self.layouts), FRAGMENTATION
-        kinds["overhead"] = share * sum(kinds.values())
-        kinds["reserve"] = beside
+            kinds["overhead"] = FRAGMENTATION * tensors
+            kinds["reserve"] = reserve_bytes(self.layouts)
         return kinds
+
+    def beside_tensors(self, tensors: Numbers) -> tuple[Numbers, Numbers]:
+        """What a process on a CPU holds beside its tensors (`cores.Core.resident`): what lies idle
+        between them, and the rest."""
+        layouts, resident = self.layouts, self.job.cluster.core.resident
+        alone, messages, zero, recompute = (
+            resident.get(kind, Resident(0.0, 0.0))
+            for kind in ("alone", "messages", "zero", "recompute")
+        )
+        single = layouts.world_size == 1
+        idle = np.where(single, alone.share, messages.share) * tensors
+        # ZeRO's layers come and go as a whole; recomputation's, from what was kept of each.
+        layer_bytes = self.job.element_bytes * self.largest_layer()
+        idle = idle + zero.share * layer_bytes * (layouts.zero > 0)
+        idle = idle + recompute.share * self.hidden() * (layouts.recompute == "full")
+        return idle, np.where(single, alone.bytes, messages.bytes)
 
     def own_program(self) -> dict[str, Numbers]:
         own = own_memory(self.job, self.layouts, self.rank, self.work)
@@ -427,23 +441,6 @@ class _Rank:
         for unit, each in zip(self.work.units[1], self.elements[1], strict=True):
             expert = np.maximum(expert, each.local * (unit.count > 0))
         return largest + expert / (moe.num_experts / self.layouts.ep)
-
-
-def resident_kinds(layouts: Layouts) -> NDArray[np.str_]:
-    """Of the processes of layouts on a CPU, as `cores.Core.resident` has it."""
-    return np.select([layouts.world_size == 1, layouts.zero == 0], ["alone", "messages"], "zero")
-
-
-def resident(core: Core, layouts: Layouts) -> tuple[Numbers, Numbers]:
-    """What a process on a CPU holds beside its tensors: bytes, and a share of the tensors."""
-    kinds, none = resident_kinds(layouts), Resident(0.0, 0.0)
-    again = core.resident.get("recompute", none).share * (layouts.recompute != "none")
-    bytes_, share = np.zeros(len(layouts)), np.zeros(len(layouts))
-    for kind in ("alone", "messages", "zero"):
-        found = core.resident.get(kind, none)
-        bytes_ = np.where(kinds == kind, found.bytes, bytes_)
-        share = np.where(kinds == kind, found.share, share)
-    return bytes_, share + again
 
 
 def reserve_bytes(layouts: Layouts) -> Numbers:
