@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.layout.notation import Layout
+from fivefold.model import linear
 from fivefold.model.config import ModelConfig
 from fivefold.model.moe import MoE
 from fivefold.parallel.comm import Recorder
@@ -89,6 +90,35 @@ def beside(spans: Spans, message: Message) -> list[str]:
         for work in spans.work
         if message.start_s <= work.start_s and work.end_s <= message.wait_s
     ]
+
+
+# --- tensor -------------------------------------------------------------------------------------
+
+
+def test_the_inputs_gradients_are_summed_beside_the_weights_gradients() -> None:
+    """With and without megatron SP: what the layers before wait for goes first."""
+    for text, op in (("tp2 mb2", "all_reduce"), ("tp2 sp mb2", "reduce_scatter")):
+        for spans in spans_of(TINY_D, text, note_weight_gradients):
+            sums = [m for m in spans.messages if m.axis == "tp" and m.phase == "backward"]
+            sums = [m for m in sums if m.op == op]
+            assert len(sums) >= 2 * len(LAYERS)
+            hidden = ["weight gradients" in beside(spans, message) for message in sums]
+            assert sum(hidden) >= 2 * len(LAYERS)
+
+
+def note_weight_gradients(trainer: Trainer) -> dict[str, nn.Module]:
+    """Notes the work on the gradients of several weights that share an input; in this process."""
+    real = linear.weight_gradients
+
+    def noted(parameters, of_weights):
+        def measured():
+            with trainer.recorder.spans.doing("weight gradients"):
+                return of_weights()
+
+        return real(parameters, measured)
+
+    linear.weight_gradients = noted
+    return {}
 
 
 # --- data ---------------------------------------------------------------------------------------
