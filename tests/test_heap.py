@@ -9,23 +9,27 @@ import sys
 
 import pytest
 
-from fivefold.heap import SETTINGS
+from fivefold.heap import NVIDIA, TUNABLES, settings
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is for Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or NVIDIA.exists(), reason="it is for Linux without GPUs"
+)
 
 PROGRAM = """
 import json, os, sys
-from fivefold.heap import SETTINGS, restart_with_settings
+from fivefold.heap import restart_with_settings
 restart_with_settings()
-print(json.dumps([os.getpid(), sys.argv[1:], {name: os.environ[name] for name in SETTINGS}]))
+names = ("GLIBC_TUNABLES", "MKL_DISABLE_FAST_MM")
+print(json.dumps([os.getpid(), sys.argv[1:], {name: os.environ[name] for name in names}]))
 """
+NAMES = ("GLIBC_TUNABLES", "MKL_DISABLE_FAST_MM")
+CLEAN = {name: value for name, value in os.environ.items() if name not in NAMES}
 
 
 def run(**environment: str) -> tuple[int, list]:
-    clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "an argument", "--flag"],
-        env={**clean, **environment},
+        env={**CLEAN, **environment},
         stdout=subprocess.PIPE,
     )
     out, _ = process.communicate()
@@ -34,22 +38,33 @@ def run(**environment: str) -> tuple[int, list]:
 
 def test_the_same_process_goes_on_with_its_arguments_and_the_settings() -> None:
     started, (pid, arguments, found) = run()
-    assert (pid, arguments, found) == (started, ["an argument", "--flag"], SETTINGS)
+    assert (pid, arguments) == (started, ["an argument", "--flag"])
+    assert found == settings({}) and all(name in found["GLIBC_TUNABLES"] for name in TUNABLES)
 
 
-def test_what_a_user_has_set_stays() -> None:
-    _, (_, _, found) = run(GLIBC_TUNABLES="glibc.malloc.perturb=1")
-    assert found == {**SETTINGS, "GLIBC_TUNABLES": "glibc.malloc.perturb=1"}
+def test_what_a_user_has_set_stays_and_the_rest_comes_after_it() -> None:
+    own = "glibc.pthread.rseq=0:glibc.malloc.mxfast=64"
+    _, (_, _, found) = run(GLIBC_TUNABLES=own, MKL_DISABLE_FAST_MM="0")
+    assert found["MKL_DISABLE_FAST_MM"] == "0"
+    others = [f"{name}={value}" for name, value in TUNABLES.items() if not name.endswith("mxfast")]
+    assert found["GLIBC_TUNABLES"] == ":".join([own, *others])
 
 
-def test_the_command_that_trains_has_them_and_the_planner_does_without() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "restarts"),
+    [
+        (["train", "--help"], True),
+        (["check", "--help"], True),
+        (["calibrate", "--help"], True),
+        (["plan", "--here", "--help"], True),
+        (["plan", "--help"], False),
+    ],
+)
+def test_commands_that_train_have_them_and_the_planner_does_without(
+    arguments: list[str], restarts: bool
+) -> None:
     code = "import fivefold.heap as heap, sys; heap.os.execve = lambda *a: print('restarted'); "
     code += "from fivefold.cli import main; main()"
-    clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-
-    def printed(*arguments: str) -> str:
-        command = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(command, env=clean, capture_output=True, text=True).stdout
-
-    assert printed("train", "--help").startswith("restarted")
-    assert printed("plan", "--help").startswith("Usage")
+    command = [sys.executable, "-c", code, *arguments]
+    out = subprocess.run(command, env=CLEAN, capture_output=True, text=True).stdout
+    assert out.startswith("restarted" if restarts else "Usage")

@@ -49,6 +49,11 @@ class Transfer:
     again: bool = field(default=False, compare=False)
 
     @property
+    def is_between_stages(self) -> bool:
+        """Does it go along the pipeline, from one stage to the next?"""
+        return self.axis == "pp" and self.op == "send"
+
+    @property
     def total_bytes(self) -> Any:
         """Payload of all calls."""
         return self.payload_bytes * self.calls

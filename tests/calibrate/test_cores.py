@@ -150,23 +150,42 @@ def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_th
         for smaller in (0, 10_000_000):  # the larger process counts
             grown = round(made.peak_memory_bytes) - smaller
             points.append(Point("resident", {"model": model, "layout": text, "bytes": grown}, 1, 1))
-    for record in steps.resident_records(points, cluster):
+    records = steps.resident_records(points, cluster)
+    assert [record["kind"] for record in records] == list(beside)
+    for record in records:
         expected = beside[record["kind"]]
         assert record["bytes"] == pytest.approx(expected.bytes, rel=1e-3)
         assert record["share"] == pytest.approx(expected.share, rel=1e-2)
 
 
-def test_the_pace_of_so_many_processes_is_how_much_longer_their_steps_took_than_planned():
+def test_one_run_that_took_less_than_planned_does_not_undo_the_others():
     cluster = truth()
-    slower = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5}
+    points = []
+    for model, text in steps.cases(8):
+        planned = estimate(job(cluster, model, text), steps.layout_of(text)).peak_memory_bytes
+        more = -1_000_000 if text == "pp2 mb2 recompute=full" else 50_000_000
+        points.append(
+            Point("resident", {"model": model, "layout": text, "bytes": planned + more}, 1, 1)
+        )
+    kinds = {record["kind"]: record for record in steps.resident_records(points, cluster)}
+    assert kinds["messages"]["bytes"] == pytest.approx(50_000_000, rel=0.05)
+    assert kinds["recompute"]["share"] == 0.0  # less, on the whole, than without
+
+
+def test_with_the_paces_that_are_found_steps_are_planned_as_long_as_they_took():
+    cluster = truth()
+    paces = [
+        {"what": "pace", "processes": count, "factor": factor}
+        for count, factor in {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5}.items()
+    ]
+    paced = replace(cluster, operations=(*cluster.operations, *paces))
     points = []
     for text in steps.PACED:
-        layout = steps.layout_of(text)
-        step = estimate(job(cluster, "larger", text), layout).step_time_s
-        took_s = slower[layout.world_size] * step
+        took_s = estimate(job(paced, "larger", text), steps.layout_of(text)).step_time_s
         points.append(Point("pace", {"model": "larger", "layout": text}, took_s, took_s))
-    records = steps.pace_records(points, cluster)
-    assert {r["processes"]: r["factor"] for r in records} == pytest.approx(slower, rel=1e-3)
+    found = steps.pace_records(points, cluster)
+    assert [r["processes"] for r in found] == [1, 2, 4, 8]
+    assert [r["factor"] for r in found] == pytest.approx([r["factor"] for r in paces], rel=1e-2)
 
 
 def job(cluster: Cluster, model: str, text: str) -> Job:

@@ -101,7 +101,9 @@ def test_a_message_that_was_not_measured_is_named():
 
 
 def test_what_is_not_known_is_refused_by_its_name():
-    with pytest.raises(UserError, match="here has operations 'pase', which are not known"):
+    with pytest.raises(UserError, match="here has operations whose what is 'pase': known are for"):
         core_of([*OPERATIONS, {"what": "pase"}], "here")
+    with pytest.raises(UserError, match="here has operations whose kind is 'tpp': known are zero"):
+        core_of([*OPERATIONS, {"what": "call", "kind": "tpp"}], "here")
     with pytest.raises(UserError, match="'busy' of a message all_reduce, which is not known"):
         check_messages([{**MESSAGES[0], "busy": 1.0}], "here")

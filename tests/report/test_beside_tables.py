@@ -58,7 +58,7 @@ def test_what_was_planned_stands_beside_what_was() -> None:
 def test_how_uneven_the_routing_was_is_told_where_experts_are_spread() -> None:
     assert "busiest" not in printed(*beside_report(report()))
     told = "the busiest expert rank had 1.50 times the mean's tokens"
-    assert f"{told}, as planned for." in " ".join(
+    assert f"{told}; the plan beside the run is made for that." in " ".join(
         printed(*beside_report(report(imbalance=1.5))).split()
     )
     assert f"{told}." in " ".join(printed(*beside_report(unplanned(imbalance=1.5))).split())

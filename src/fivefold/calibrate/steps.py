@@ -24,7 +24,9 @@ from fivefold.plan.memory import KINDS, stage_memory
 from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
-STEPS, WARM_UP = {"dense": 10, "mixture": 10, "larger": 7}, 2
+STEPS = {"dense": 10, "mixture": 10, "larger": 7}
+"""The smaller models' least step counts, the larger one's median: that needs fewer."""
+WARM_UP = 2
 ALONE = "mb2"
 SPLITS = {
     "zero": "dp2 zero3 mb2",
@@ -119,11 +121,9 @@ def measure_step(model: str, text: str) -> list[Point]:
         [of_step - of_passes for of_step, of_passes in zip(*pair, strict=True)]
         for pair in ((whole.wall_s, passes.wall_s), (whole.cpu_s, passes.cpu_s))
     ]
-    step = Point("step", sizes, _steady(whole.wall_s), _steady(whole.cpu_s))
-    if model == "larger":
-        step = Point("pace", sizes, _usual(whole.wall_s), _usual(whole.cpu_s))
+    what, of = ("pace", statistics.median) if model == "larger" else ("step", min)
     return [
-        step,
+        Point(what, sizes, of(whole.wall_s[WARM_UP:]), of(whole.cpu_s[WARM_UP:])),
         Point("outside", sizes, _steady(outside[0]), _steady(outside[1])),
         Point("resident", grown, _steady(whole.wall_s), _steady(whole.cpu_s)),
     ]
@@ -148,11 +148,6 @@ class _Clocked:
 def _steady(seconds: Sequence[float]) -> float:
     """The least of those after the warm-up: what else the machine does only adds to them."""
     return min(seconds[WARM_UP:])
-
-
-def _usual(seconds: Sequence[float]) -> float:
-    """Where processes wait for their turns, no step is without."""
-    return statistics.median(seconds[WARM_UP:])
 
 
 @dataclass(frozen=True)
@@ -229,27 +224,35 @@ def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, An
     return records
 
 
+RESIDENT = {"alone": True, "messages": True, "zero": False, "recompute": False}
+"""The kinds of what a process holds beside its tensors (`cores.Core.resident`): whether there are
+bytes beside the share of something. A kind is fitted with those before it known."""
+
+
 def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
-    """What processes grew by, and no tensor is planned to take: `bytes` and a `share` of what the
-    planner multiplies it with, as near as can be to what was measured of each kind."""
-    grown: dict[tuple[str, str], int] = {}
-    for point in points:
-        if point.what == "resident":  # of each process: the larger one counts
-            case = str(point.sizes["model"]), str(point.sizes["layout"])
-            grown[case] = max(grown.get(case, 0), int(point.sizes["bytes"]))
-    found: dict[str, Resident] = {}
-    for kind in ("alone", "messages", "zero", "recompute"):
+    """What processes grew by, and no tensor is planned to take: with the least squares of errors
+    relative to all that they grew by."""
+    grown, found = _grown_bytes(points), dict[str, Resident]()
+    for kind, has_bytes in RESIDENT.items():
         cases = [case for case in grown if _resident_kind(case[1]) == kind]
         known = _with_resident(cluster, found)
-        beside = [grown[case] - _planned_bytes(known, *case) for case in cases]
-        shares_of = _with_resident(cluster, {kind: Resident(0.0, 1.0)})
-        of = [_planned_bytes(shares_of, *c) - _planned_bytes(cluster, *c) for c in cases]
-        parts = (
-            [np.ones(len(of)), np.array(of)] if kind in ("alone", "messages") else [np.array(of)]
-        )
-        fitted = least_relative_squares(np.stack(parts, 1), np.maximum(beside, 1.0))
-        found[kind] = Resident(float(fitted[0]) if len(parts) > 1 else 0.0, float(fitted[-1]))
+        with_share = _with_resident(cluster, found | {kind: Resident(0.0, 1.0)})
+        planned = np.array([_planned_bytes(known, *case) for case in cases])
+        unit = np.array([_planned_bytes(with_share, *case) for case in cases]) - planned
+        measured = np.array([grown[case] for case in cases], dtype=float)
+        work = np.stack([np.full(len(cases), float(has_bytes)), unit], 1)
+        found[kind] = Resident(*least_relative_squares(work, measured - planned, measured).tolist())
     return [_resident_record(kind, each) for kind, each in found.items()]
+
+
+def _grown_bytes(points: Sequence[Point]) -> dict[tuple[str, str], int]:
+    """By model and layout: of the process that grew most."""
+    grown: dict[tuple[str, str], int] = {}
+    for point in points:
+        if point.what == "resident":
+            case = str(point.sizes["model"]), str(point.sizes["layout"])
+            grown[case] = max(grown.get(case, 0), int(point.sizes["bytes"]))
+    return grown
 
 
 def _resident_kind(text: str) -> str:
@@ -283,18 +286,27 @@ def _planned_bytes(cluster: Cluster, model: str, text: str) -> float:
 
 
 def pace_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
-    """How much longer the steps of so many processes took than is planned so far: the geometric
-    mean of layouts."""
-    ratios: dict[int, list[float]] = {}
+    """By what factor all that is busy takes longer among so many processes than is planned so far:
+    with which steps are planned as long as they took; the mean of layouts."""
+    factors: dict[int, list[float]] = {}
     for point in points:
         if point.what == "pace" and point.sizes["layout"] in PACED:
             layout = layout_of(str(point.sizes["layout"]))
-            [step] = simulate(_job(cluster, "larger", layout), [layout])
-            ratios.setdefault(layout.world_size, []).append(point.wall_s / step.step_s)
-    return [
-        {"what": "pace", "processes": count, "factor": rounded(statistics.geometric_mean(each))}
-        for count, each in sorted(ratios.items())
-    ]
+            once, twice = (_paced_s(cluster, layout, factor) for factor in (1.0, 2.0))
+            factor = 1.0 + (point.wall_s - once) / (twice - once)
+            factors.setdefault(layout.world_size, []).append(max(0.1, factor))
+    return [_pace_record(count, statistics.fmean(each)) for count, each in sorted(factors.items())]
+
+
+def _pace_record(processes: int, factor: float) -> dict[str, Any]:
+    return {"what": "pace", "processes": processes, "factor": rounded(factor)}
+
+
+def _paced_s(cluster: Cluster, layout: Layout, factor: float) -> float:
+    """A step of the larger model as it is planned at a pace."""
+    record = _pace_record(layout.world_size, factor)
+    paced = replace(cluster, operations=(*cluster.operations, record))
+    return simulate(_job(paced, "larger", layout), [layout])[0].step_s
 
 
 def _unplanned(

@@ -55,8 +55,8 @@ class Core:
     """What a process comes to hold beside its tensors: `alone` or with `messages`, and what `zero`
     and `recompute` add."""
     paces: Mapping[int, float]
-    """How much longer what a process does takes in a whole step of so many processes than it was
-    measured to take by itself: where they share a core, each finds the caches full of others'."""
+    """How much longer what a process does takes in a whole step of so many processes than its parts
+    by themselves. Where they share a core, each finds the caches full of others', for one thing."""
 
     def among(self, processes: int) -> Core:
         """As it works in a step of so many processes: between numbers of them that were measured,
@@ -81,7 +81,8 @@ class Core:
 
 @dataclass(frozen=True)
 class Resident:
-    """Beside tensors."""
+    """Bytes that a process holds beside its tensors: `bytes` and `share` of what
+    `plan.memory` says."""
 
     bytes: float  # libraries, buffers of messages
     share: float
@@ -100,12 +101,10 @@ class MessageSeconds:
 def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
     """The core that was measured. UserError where the operations of file `where` lack a part."""
     records = {record.get("what"): record for record in operations}
-    for what in records:
-        if what not in OPERATIONS:
-            raise UserError(
-                f"{where} has operations {what!r}, which are not known: known are "
-                f"{', '.join(OPERATIONS)}"
-            )
+    for record in operations:
+        _check_known(record, "what", tuple(OPERATIONS), where)
+        if kinds := OPERATIONS[record["what"]]:
+            _check_known(record, "kind", kinds, where)
 
     def _number(record: Mapping[str, Any], name: str, what: str) -> float:
         return checked(record.get(name), f"{where} has cores but no {what}")
@@ -141,9 +140,24 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
     return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident, paces)
 
 
-OPERATIONS = ("forward", "backward", "rest", "call", "resident", "pace")
-"""The records of a core's operations, by their `what`."""
+OPERATIONS = {
+    "forward": (),
+    "backward": (),
+    "rest": (),
+    "call": ("zero", "tp", "ulysses", "ring", "ep"),
+    "resident": ("alone", "messages", "zero", "recompute"),
+    "pace": (),
+}
+"""The records of a core's operations, by their `what`, and their kinds where they have some."""
 MESSAGE_KEYS = ("ranks", "bytes", "busy_s", "wait_s")
+
+
+def _check_known(record: Mapping[str, Any], key: str, known: tuple[str, ...], where: str) -> None:
+    if record.get(key) not in known:
+        raise UserError(
+            f"{where} has operations whose {key} is {record.get(key)!r}: known are "
+            f"{', '.join(known)}"
+        )
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:

@@ -173,7 +173,7 @@ def routed_copies(job: Job, layouts: Layouts) -> Numbers:
     moe = job.config.moe
     assert moe is not None
     mean = tokens(job, layouts) / layouts.tp * moe.experts_per_token * layouts.etp
-    return mean * np.minimum(job.imbalance, layouts.ep)
+    return mean * job.busiest(layouts.ep)
 
 
 def _every_second_product(gated: bool, kept: dict[str, Numbers], hidden: Numbers) -> Numbers:

@@ -424,9 +424,12 @@ def _exposed_s(simulated: Simulated, role: str) -> list[float]:
     rank = simulated.stages.time.ranks[role]
     if simulated.stages.job.cluster.cores:
         return [_exposed_on_cores(simulated, role, row) for row in rank.rows]
-    sends = sum(number(row.exposed) for row in rank.rows if _between_stages(row))
+    sends = sum(number(row.exposed) for row in rank.rows if row.transfer.is_between_stages)
     share = min(1.0, max(0.0, _waits_s(simulated, rank)) / sends) if sends else 0.0
-    return [number(row.exposed) * (share if _between_stages(row) else 1.0) for row in rank.rows]
+    return [
+        number(row.exposed) * (share if row.transfer.is_between_stages else 1.0)
+        for row in rank.rows
+    ]
 
 
 def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
@@ -441,10 +444,6 @@ def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
 
 def _slowdown(simulated: Simulated, role: str) -> float:
     return simulated.slowdowns[simulated.stages.rank_of(role)]
-
-
-def _between_stages(row: Row) -> bool:
-    return row.transfer.axis == "pp" and row.transfer.op == "send"
 
 
 def _happens(row: Row) -> bool:
@@ -467,7 +466,7 @@ def _seconds(simulated: Simulated, role: str) -> dict[str, float]:
             continue
         key = f"exposed_{row.transfer.split}"
         exposed[key] = exposed.get(key, 0.0) + seconds
-        sends += seconds * _between_stages(row)
+        sends += seconds * row.transfer.is_between_stages
     optimizer = number(rank.optimizer)
     works = m * number(rank.busy) + number(rank.once)
     return {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.model.config import ModelConfig
@@ -126,6 +129,10 @@ class Job:
     engine: Engine = field(default_factory=Engine)
     mtp: bool = False  # train the multi-token-prediction modules too
     imbalance: float = 1.0  # tokens of the busiest expert rank, over the mean
+
+    def busiest(self, ep: Any) -> Any:
+        """Tokens of the busiest of `ep` expert ranks over the mean: at most all of them."""
+        return np.minimum(self.imbalance, ep)
 
     @property
     def activations(self) -> str:

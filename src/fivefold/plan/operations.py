@@ -225,8 +225,7 @@ def _expert_operations(job: Job, layouts: Layouts, t: Numbers):
     hidden = config.hidden_size
     routed = t / layouts.tp  # each tp rank routes its own slice of the tokens
     # Copies that arrive on the busiest rank; where experts are split over tp, all its slices.
-    busiest = np.minimum(job.imbalance, layouts.ep)
-    copies = routed * moe.experts_per_token * layouts.etp * busiest
+    copies = routed * moe.experts_per_token * layouts.etp * job.busiest(layouts.ep)
     local = moe.num_experts / layouts.ep
     fused = job.engine.fused_experts
     width = moe.expert_intermediate_size / layouts.etp

@@ -153,10 +153,6 @@ class Sizes:
         return self.key * np.maximum(1.0, self.layouts.ulysses / self.kv_heads)
 
     @cached_property
-    def key_for_each_query(self) -> Numbers:
-        return self.query
-
-    @cached_property
     def log_sums(self) -> Numbers:
         """A number for each query and head."""
         return FP32 * self.query / self.element / self.job.config.head_dim
@@ -235,7 +231,7 @@ class Sizes:
     @cached_property
     def arrived(self) -> Numbers:
         """Copies that arrive at the busiest rank."""
-        return self.copies * np.minimum(self.job.imbalance, self.layouts.ep)
+        return self.copies * self.job.busiest(self.layouts.ep)
 
     @cached_property
     def assembled(self) -> Numbers:

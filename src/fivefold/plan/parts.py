@@ -80,7 +80,6 @@ class Message:
     """One transfer of the ledger and what it takes on the network, arrays [n]."""
 
     transfer: Transfer
-    one: Numbers  # seconds of one call
     total: Numbers  # seconds of all calls of a step
     waits: Numbers = 0.0  # beside `total`, of all calls: in which a core is free
 

@@ -48,11 +48,11 @@ def message(cluster: Cluster, transfer: Transfer) -> Message:
         wait = wait + share * around.wait * (not beside_compute(transfer))
     if kind == "zero":
         busy = busy + ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
-    if _between_stages(transfer):
+    if transfer.is_between_stages:
         busy = 2 * busy  # as many messages arrive as leave
     several = np.asarray(transfer.group_size) > 1
     busy, wait = busy * several, wait * several
-    return Message(transfer, busy, transfer.calls * busy, transfer.calls * wait)
+    return Message(transfer, transfer.calls * busy, transfer.calls * wait)
 
 
 def kind_of(transfer: Transfer) -> str:
@@ -63,10 +63,6 @@ def kind_of(transfer: Transfer) -> str:
     return "ep" if transfer.split == "ep" else transfer.axis
 
 
-def _between_stages(transfer: Transfer) -> bool:
-    return transfer.axis == "pp" and transfer.op == "send"
-
-
 def waits_for_experts(job: Job, layouts: Layouts, mean: Seconds, busiest: Seconds) -> Waits:
     """Of a mean rank for the one whose experts have the most tokens, in a micro-batch; `mean` and
     `busiest` are what they compute.
@@ -74,7 +70,7 @@ def waits_for_experts(job: Job, layouts: Layouts, mean: Seconds, busiest: Second
     Its part is (imbalance - 1) of the experts' share of `mean`. Where the ranks that wait shared
     cores with it, they leave them to it, and it is the sooner done.
     """
-    more = np.minimum(job.imbalance, layouts.ep) - 1.0
+    more = job.busiest(layouts.ep) - 1.0
     sharing = np.maximum(1.0, layouts.world_size / layouts.pp / (job.cluster.cores or 1)) - 1.0
     alone = np.maximum(0.0, 1.0 - sharing / np.maximum(more, 1e-9))
     return Waits(
@@ -95,7 +91,7 @@ def rank(
         transfer, when = each.transfer, _when(each.transfer)
         seconds = each.total + each.waits
         busy[when] = busy[when] + each.total
-        if _between_stages(transfer):  # the pipeline knows when a rank waits for one
+        if transfer.is_between_stages:  # the pipeline knows when a rank waits for one
             send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
         exposed = seconds * (not beside_compute(transfer))
         rows.append(Row(transfer, seconds, exposed, each.waits))
@@ -136,7 +132,7 @@ def _when(transfer: Transfer) -> str:
 
 def beside_compute(transfer: Transfer) -> bool:
     """Does the program start the message and compute on before it needs its result?"""
-    if transfer.axis == "ring" or _between_stages(transfer):
+    if transfer.axis == "ring" or transfer.is_between_stages:
         return True
     if transfer.split == "dp":
         return transfer.phase != "optimizer"

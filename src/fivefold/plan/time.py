@@ -68,7 +68,7 @@ def traffic(job: Job, layouts: Layouts) -> dict[str, Traffic]:
                 place = places[transfer.axis]
                 known[alike] = collective_s(job.cluster, transfer.op, place, payload)
             one = known[alike]
-            messages.append(Message(transfer, one, transfer.calls * one))
+            messages.append(Message(transfer, transfer.calls * one))
         result[role] = Traffic(work, messages)
     return result
 
@@ -184,8 +184,8 @@ def _rank(
     data, others = _data_parallel_and_others(job, traffic.messages)
     for message in others:
         transfer, total = message.transfer, message.total
-        if transfer.axis == "pp" and transfer.op == "send":
-            send = np.maximum(send, np.where(transfer.calls > 0, message.one, 0.0))
+        if transfer.is_between_stages:
+            send = np.maximum(send, total / np.maximum(transfer.calls, 1))
             rows.append(Row(transfer, total, np.where(layouts.vpp > 1, 0.0, total)))
             continue  # the pipeline's formula knows when a rank waits for a message
         exposed = _exposed(job, layouts, transfer, total, beside, m)

@@ -77,7 +77,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         planned = report["step_s"]["predicted"] is not None
         yield (
             "In the last micro-batch the busiest expert rank had "
-            f"{report['imbalance']:.2f} times the mean's tokens{', as planned for' * planned}."
+            f"{report['imbalance']:.2f} times the mean's tokens"
+            + ("; the plan beside the run is made for that." if planned else ".")
         )
     if report["device"] == "cuda":
         yield (

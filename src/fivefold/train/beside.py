@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fivefold.calibrate.machine import here_path
@@ -64,12 +64,11 @@ class RankOutcome:
 # --- the plan's side ---------------------------------------------------------------------------
 
 
-def predict(plan: Plan, imbalance: float = 1.0) -> Estimate | None:
-    """What the planner says of this very run on the run's cluster, or where it names none on this
-    machine as `fivefold calibrate` has measured it; None where it has not. UserError where the
-    cluster is not known or cannot compute in the run's precision. `imbalance`: tokens of the
-    busiest expert rank over the mean."""
-    run, layout = plan.run, plan.layout
+def job_of(plan: Plan) -> Job | None:
+    """What the planner is asked about this very run: on the run's cluster, or where it names none
+    on this machine as `fivefold calibrate` has measured it; None where it has not. UserError where
+    the cluster is not known or the run cannot be planned for it, in its precision say."""
+    run = plan.run
     cluster = _cluster_of(plan)
     if cluster is None:
         return None
@@ -80,9 +79,9 @@ def predict(plan: Plan, imbalance: float = 1.0) -> Estimate | None:
         run.global_batch,
         run.precision,
         ENGINES["fivefold"],
-        imbalance=imbalance,
     )
-    return estimate(job, layout)
+    estimate(job, plan.layout)  # what it refuses is better known before the run
+    return job
 
 
 def _cluster_of(plan: Plan) -> Cluster | None:
@@ -145,9 +144,7 @@ def measured_imbalance(layout: Layout, outcomes: Sequence[RankOutcome]) -> float
     return statistics.fmean(ratios) if ratios else None
 
 
-def beside(
-    plan: Plan, estimate: Estimate | None, outcomes: Sequence[RankOutcome], steps: int
-) -> Report:
+def beside(plan: Plan, job: Job | None, outcomes: Sequence[RankOutcome], steps: int) -> Report:
     """The plan beside the run, as plain data; None where the plan says nothing. What the router
     chose no planner can know: it is told how far the run's was from even.
 
@@ -158,8 +155,7 @@ def beside(
 
     layout, run = plan.layout, plan.run
     imbalance = measured_imbalance(layout, outcomes)
-    if estimate is not None and imbalance is not None:
-        estimate = predict(plan, imbalance)
+    planned = job and estimate(replace(job, imbalance=imbalance or 1.0), layout)
     rows, differences = compare_ledgers(
         plan.config,
         layout,
@@ -167,27 +163,27 @@ def beside(
         run.precision,
         [outcome.ledger for outcome in outcomes],
     )
-    pp_rank = estimate.ledger[0].stage if estimate and estimate.ledger else None
+    pp_rank = planned.ledger[0].stage if planned and planned.ledger else None
     members = range(layout.world_size)
     if pp_rank is not None:
         members = groups(layout, "stage")[pp_rank].tolist()
     measured = {
         part: sum(outcomes[rank].seconds[part] for rank in members) / len(members) for part in PARTS
     }
-    predicted = predicted_seconds(estimate) if estimate else {}
+    predicted = predicted_seconds(planned) if planned else {}
     shown = ALLOCATED if plan.device == "cuda" else (*ALLOCATED, "overhead", "reserve")
     return {
         "layout": str(layout),
         "precision": run.precision,
         "device": plan.device,
-        "cluster": run.cluster or (estimate and "here"),
+        "cluster": run.cluster or (job and "here"),
         "pp_rank": pp_rank,
         "steps": steps,
         "imbalance": imbalance,
         "step_s": {
-            "predicted": estimate and estimate.step_time_s,
-            "predicted_low": estimate and estimate.step_time_low_s,
-            "predicted_high": estimate and estimate.step_time_high_s,
+            "predicted": planned and planned.step_time_s,
+            "predicted_low": planned and planned.step_time_low_s,
+            "predicted_high": planned and planned.step_time_high_s,
             "measured": sum(measured.values()),
         },
         "seconds": [
@@ -195,7 +191,7 @@ def beside(
             for part in (*PARTS, "other")
         ],
         "memory": {
-            "predicted_bytes": estimate and sum(estimate.memory_bytes[kind] for kind in shown),
+            "predicted_bytes": planned and sum(planned.memory_bytes[kind] for kind in shown),
             "measured_bytes": max(outcome.memory_bytes for outcome in outcomes),
         },
         "ledger": rows,

@@ -19,7 +19,7 @@ from fivefold.files import write_aside
 from fivefold.layout.notation import parse, stated
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.report.timeline import check_writer
-from fivefold.train.beside import RankOutcome, Report, Tally, beside, gather, predict
+from fivefold.train.beside import RankOutcome, Report, Tally, beside, gather, job_of
 from fivefold.train.data import Samples, data_hash
 from fivefold.train.failures import where
 from fivefold.train.launch import BACKENDS, launch
@@ -43,7 +43,7 @@ from fivefold.train.torchrun import (
 )
 
 if TYPE_CHECKING:
-    from fivefold.plan.estimate import Estimate
+    from fivefold.plan.job import Job
     from fivefold.train.checkpoint import Saved
     from fivefold.train.trainer import StepResult, Trainer
 
@@ -64,7 +64,7 @@ def train(run: Run) -> None:
         _train_joined(run)
         return
     prepared = prepare_run(run)
-    estimate = predict(prepared)
+    job = job_of(prepared)
     start = choose_start(prepared)
     if start is not None and start.step >= run.steps:
         return
@@ -74,7 +74,7 @@ def train(run: Run) -> None:
             prepared.layout.world_size,
             prepared,
             start,
-            estimate,
+            job,
             device=prepared.device,
             timeout_s=run.timeout_s,
         )
@@ -172,7 +172,7 @@ def _train_joined(run: Run) -> None:
     if {"dp", "edp"} & stated(run.layout):
         check_world_size(parse(run.layout).world_size)
     plan = plan_run(run, processes_of_torchrun())
-    estimate = predict(plan)
+    job = job_of(plan)
     join(plan.device, run.timeout_s)
     rank = dist.get_rank()
     try:
@@ -180,7 +180,7 @@ def _train_joined(run: Run) -> None:
         prepared = Prepared(run, plan.config, plan.layout, plan.device, samples)
         start = _agree_on_start(prepared)
         if start is None or start.step < run.steps:
-            train_rank(prepared, start, estimate)
+            train_rank(prepared, start, job)
         dist.destroy_process_group()
     except UserError:
         raise
@@ -232,9 +232,9 @@ def _agree_on_start(prepared: Prepared) -> Saved | None:
 # --- one rank ----------------------------------------------------------------------------------
 
 
-def train_rank(prepared: Prepared, start: Saved | None, estimate: Estimate | None) -> None:
-    """What each process does, once the default process group exists. `estimate`: the plan's side,
-    which is shown beside the run."""
+def train_rank(prepared: Prepared, start: Saved | None, job: Job | None) -> None:
+    """What each process does, once the default process group exists. `job`: what is planned beside
+    the run."""
     import torch.distributed as dist
 
     from fivefold.train import checkpoint
@@ -262,7 +262,7 @@ def train_rank(prepared: Prepared, start: Saved | None, estimate: Estimate | Non
         outcomes = gather(outcome)
         if reporter is not None and outcomes is not None:
             reporter.finish(last, max(each.peak_bytes for each in outcomes))
-            _show_beside(run, beside(prepared, estimate, outcomes, max(1, tally.steps)))
+            _show_beside(run, beside(prepared, job, outcomes, max(1, tally.steps)))
     finally:
         if reporter is not None:
             reporter.close()

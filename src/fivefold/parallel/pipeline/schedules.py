@@ -66,7 +66,9 @@ def asked_for(name: str, pp: int | None, vpp: int | None, micro_batches: int | N
     for a schedule that is too large.
     """
     if is_table_file(name):
-        return _with_numbers(from_file(name), pp, vpp, micro_batches)
+        schedule = from_file(name)
+        _check_numbers(schedule, pp, vpp, micro_batches)
+        return schedule
     pp, micro_batches = pp or 4, micro_batches or 8
     if name == "interleaved":
         if vpp == 1:
@@ -85,10 +87,10 @@ def asked_for(name: str, pp: int | None, vpp: int | None, micro_batches: int | N
     return schedule
 
 
-def _with_numbers(
+def _check_numbers(
     schedule: Schedule, pp: int | None, vpp: int | None, micro_batches: int | None
-) -> Schedule:
-    """The schedule of a file, if it is the one that was meant."""
+) -> None:
+    """UserError unless the schedule of a file has the numbers that are given."""
     asked = {"pp": pp, "vpp": vpp, "micro_batches": micro_batches}
     for number, value in asked.items():
         found = getattr(schedule, number)
@@ -97,7 +99,6 @@ def _with_numbers(
                 f"{schedule.name} is a table with {number.replace('_', ' ')} {found}, not {value}: "
                 "its numbers need not be given"
             )
-    return schedule
 
 
 def from_file(path: str) -> Schedule:
