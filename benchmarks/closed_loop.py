@@ -226,16 +226,18 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "memory_p90_abs_error": float(np.quantile(memory, 0.9)),
         "ledger_differences": sum(each.ledger_differences for each in results),
         "regret": followed,
-        "imbalance": {
-            f"ep{ep}": statistics.fmean(
-                each.imbalance
-                for each in results
-                if each.imbalance is not None and parse(each.layout).ep == ep
-            )
-            for ep in sorted({parse(each.layout).ep for each in results if each.imbalance})
-        },
+        "imbalance": _imbalances(results),
         "mean_regret": statistics.fmean(followed.values()) if followed else math.nan,
     }
+
+
+def _imbalances(results: Iterable[Result]) -> dict[str, float]:
+    """The mean by numbers of expert ranks."""
+    by_ep: dict[int, list[float]] = {}
+    for each in results:
+        if each.imbalance is not None:
+            by_ep.setdefault(parse(each.layout).ep, []).append(each.imbalance)
+    return {f"ep{ep}": statistics.fmean(found) for ep, found in sorted(by_ep.items())}
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import closed_loop
-from benchmarks.closed_loop import Result, drawn, rank_correlation, regrets, summary
+from benchmarks.closed_loop import (
+    Result,
+    best_planned,
+    drawn,
+    rank_correlation,
+    regrets,
+    sentences,
+    summary,
+)
 from fivefold.layout.legality import check
 from fivefold.model.config import load_config
+from fivefold.plan.search import search
 from tests.plan import cores
 
 RESULT = Result(
@@ -75,3 +84,25 @@ def test_the_summary_has_the_errors_of_time_memory_and_ledgers() -> None:
     assert found["memory_median_abs_error"] == pytest.approx(0.1)
     assert found["ledger_differences"] == 2
     assert found["rank_correlation"] == pytest.approx(1.0)
+    assert found["imbalance"] == {}
+
+
+def test_the_summary_has_how_uneven_experts_were_by_their_ranks() -> None:
+    results = [
+        replace(RESULT, layout="dp2 ep2", imbalance=1.2),
+        replace(RESULT, layout="dp2 ep2 mb2", imbalance=1.4),
+        replace(RESULT, layout="dp4 ep4", imbalance=2.0),
+        RESULT,
+    ]
+    assert summary(results)["imbalance"] == {"ep2": pytest.approx(1.3), "ep4": 2.0}
+    assert "over the mean: ep2 1.30, ep4 2.00." in " ".join(sentences(summary(results)))
+
+
+def test_the_planner_is_told_how_uneven_experts_are(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        closed_loop, "search", lambda job, wishes: asked.append(job) or search(job, wishes)
+    )
+    assert list(best_planned(cores.write(tmp_path), 1.5))
+    told = {(job.config.moe is not None, job.imbalance) for job in asked}
+    assert told == {(True, 1.5), (False, 1.0)}

@@ -17,9 +17,13 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
+from fivefold.layout.notation import parse
 from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
+from fivefold.plan.estimate import estimate
+from fivefold.plan.job import ENGINES, Job
 from fivefold.train import checkpoint, loop
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
@@ -119,9 +123,17 @@ def test_a_run_ends_with_its_plan_beside_it(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     layout = "tp2 pp2 dp2 ep2"
-    train(make(values, model=MIXTURE, layout=layout, cluster=cores.write(tmp_path)))
+    cluster = cores.write(tmp_path)
+    train(make(values, model=MIXTURE, layout=layout, cluster=cluster))
     shown = capfd.readouterr().out
     report = json.loads(Path(values["out"], "report.json").read_text())
+    assert 1 < report["imbalance"] <= 2  # of 2 expert ranks
+    assert f"busiest expert rank had {report['imbalance']:.2f} times" in " ".join(shown.split())
+    engine, machine = ENGINES["fivefold"], load_cluster(cluster, 8)
+    uneven = {"imbalance": report["imbalance"]}
+    job = Job(load_config(MIXTURE), machine, 16, 4, "fp32", engine, **uneven)
+    planned = estimate(job, parse(report["layout"]))
+    assert report["step_s"]["predicted"] == pytest.approx(planned.step_time_s)
     assert report["ledger"] and not report["ledger_differences"]
     assert "Every rank sent what the plan says, to the byte, in the last step." in shown
     assert report["steps"] == 5  # of 6: the first warms up

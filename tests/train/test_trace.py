@@ -137,6 +137,26 @@ def test_any_legal_layout_is_as_planned(drawn: tuple[str, Layout, int, str]) -> 
     assert_as_planned(trace_report(MODELS[name], layout, length, precision, None))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "precision"),
+    [
+        ("dense", "dp3 zero1 mb2 ga3 recompute=full", "fp32"),
+        ("dense", "pp2 zero3 ring2", "bf16"),
+        ("dense", "tp4 pp4 dp16 zero1 mb2 ga2 schedule=zb-h1", "fp32"),
+        ("tied", "tp2 sp pp4 zero1 ulysses2 ring2 ga2 recompute=selective schedule=zb-h1", "bf16"),
+        ("mixture", "tp4 sp pp2 dp3 zero1 ep2 ga4 schedule=gpipe", "fp32"),
+        ("mixture", "pp4 zero3 ep3 ulysses2 ring3 ga3 schedule=zb-h1", "fp32"),
+        ("shared expert", "pp2 vpp2 dp4 zero3 ep3 ring3 mb2 schedule=zb-v", "bf16"),
+        ("shared expert", "tp2 sp pp4 dp3 ep3 etp2 mb2 ga2 schedule=zb-h1", "fp32"),
+        ("shared expert", "pp2 dp3 zero1 ring3 mb2 recompute=full schedule=zb-h1", "bf16"),
+    ],
+)
+def test_layouts_that_an_account_was_once_wrong_about_are_as_planned(
+    name: str, text: str, precision: str
+) -> None:
+    assert_as_planned(trace_report(MODELS[name], parse(text), 384, precision, None))
+
+
 @pytest.mark.slow
 @given(traced_layouts(largest_world=4096))
 @settings(max_examples=50, **COMMON)

@@ -54,7 +54,7 @@ def measure_locally(grid: Grid, device: str, processes: int) -> Measured:
 
 
 def _steps(processes: int) -> Iterator[Point]:
-    """Whole steps of a small model, where there are two processes for them."""
+    """Whole steps of small models, of up to so many processes where there are more than one."""
     for model, text in steps.cases(processes) if processes > 1 else ():
         world_size = steps.layout_of(text).world_size
         yield from merged(launch(steps.measure_step, world_size, model, text))

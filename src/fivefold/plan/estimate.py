@@ -486,12 +486,13 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
     """The same where ranks share cores: all that is busy takes as much longer."""
     stages, slowdown = simulated.stages, _slowdown(simulated, role)
     rank, share = stages.time.ranks[role], stages.cores_share
-    m = slowdown * number(rank.micro_batches)
+    m = number(rank.micro_batches)
+    slowed = slowdown * m
     arithmetic = stages.rank_compute(stages.rank_of(role))
     seconds = {
-        "compute": m * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
-        "attention": m * arithmetic.attention,
-        "recompute": m * arithmetic.recompute,
+        "compute": slowed * (arithmetic.forward + arithmetic.backward - arithmetic.attention),
+        "attention": slowed * arithmetic.attention,
+        "recompute": slowed * arithmetic.recompute,
         "slowed": 0.0,  # by messages beside compute, which take their part of the core
         "optimizer": share * number(rank.optimizer),
         "other": share * stages.job.cluster.core.step,
@@ -504,8 +505,7 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
             seconds["slowed"] += slowdown * number(row.seconds - row.waits)
     waits = number(rank.for_experts.forward + rank.for_experts.backward)
     if waits:
-        waits *= number(rank.micro_batches)
-        seconds["exposed_ep"] = seconds.get("exposed_ep", 0.0) + waits
+        seconds["exposed_ep"] = seconds.get("exposed_ep", 0.0) + m * waits
     return {**seconds, "bubble": simulated.step_s - sum(seconds.values())}
 
 

@@ -9,7 +9,8 @@ A pipeline rank's peak is the worst of three moments:
 
 `allocated` is what torch.cuda.max_memory_allocated() shows. `overhead` is what the caching
 allocator holds beside it (max_memory_reserved() shows both), and `reserve` is outside the
-allocator: the device context and communicators (nvidia-smi shows all three).
+allocator: the device context and communicators (nvidia-smi shows all three). Of a process on a CPU,
+`overhead` is what lies idle between tensors, and `reserve` libraries and buffers of messages.
 
 What a layer keeps for its backward pass is in `activations`. What this program itself allocates is
 known exactly: `own_memory` has it.

@@ -406,8 +406,8 @@ class _Forward:
         # The experts' input: the tokens' copies themselves where nothing travels.
         if np.any(s.travels):
             t.take(tokens=-s.rows(s.copies) * s.travels)
-        t.save("tokens", "sorted", "trip")
-        t._saved.add("trip")
+        t.save("tokens", "sorted")
+        t.save("trip", always=True)
         t.end_phase()
         width = s.expert_width
         t.take(**{"experts.gate": width, "experts.up": width})

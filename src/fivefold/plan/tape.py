@@ -42,9 +42,10 @@ class Tape:
             self.alive = self.alive + size
         self.pass_by()
 
-    def save(self, *names: str) -> None:
-        """Something of the backward pass needs these."""
-        if self.saving:
+    def save(self, *names: str, always: bool = False) -> None:
+        """Something of the backward pass needs these; `always`, even where nothing is saved for
+        one, the object that holds them lives as long."""
+        if self.saving or always:
             self._saved.update(names)
 
     def leave(self, *names: str) -> None:
