@@ -17,7 +17,7 @@ from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
 from fivefold.parallel.mesh import make_axes
-from fivefold.train.data.samples import Batch, Samples, data_hash
+from fivefold.train.data.samples import IGNORED, Batch, Samples, data_hash
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
 from fivefold.train.parity import RankRecord, compare, record
@@ -28,6 +28,7 @@ from tests.parity.harness import (
     make_trainer,
     one_process,
     random_samples,
+    run,
 )
 
 # Empty messages
@@ -148,6 +149,36 @@ def test_a_schedule_finishes_right_whenever_its_ranks_come(
     for micro_batches, split in zip(allowed, zip(*by_rank, strict=True), strict=True):
         one = one_process(TINY_D, random_samples(128, micro_batches), 1)
         assert_within_limits(compare(one, split), f"{schedule}, {micro_batches} micro-batches")
+
+
+class RaggedSamples(Samples):
+    """Sequences of 32, 64 and 16 tokens in turn, filled up to 64."""
+
+    filler = 1
+
+    def read(self, ids: np.ndarray) -> Batch:
+        batch = super().read(ids)
+        for row, index in enumerate(ids):
+            end = (32, 64, 16)[index % 3]
+            batch.tokens[row, end:], batch.labels[row, end:] = self.filler, IGNORED
+        return batch
+
+
+class OtherwiseFilled(RaggedSamples):
+    filler = 2
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["pp2", "pp2 schedule=zb-h1", "pp2 vpp2 schedule=zb-v", "pp2 vpp2 schedule=dualpipe-v"],
+)
+def test_micro_batches_of_sequences_of_several_lengths_are_filled_up(schedule: str) -> None:
+    """96: each micro-batch is one sequence, of 32, 64 or 16 tokens; with what it is filled up does
+    not matter."""
+    samples = random_samples(128, kind=RaggedSamples)
+    split = run(TINY_D, layout_for(schedule, TINY_D, samples), samples, steps=2)
+    one = one_process(TINY_D, random_samples(128, kind=OtherwiseFilled), steps=2)
+    assert_within_limits(compare(one, split), schedule)
 
 
 @pytest.mark.parametrize(
