@@ -107,3 +107,11 @@ def test_what_is_not_known_is_refused_by_its_name():
         core_of([*OPERATIONS, {"what": "call", "kind": "tpp"}], "here")
     with pytest.raises(UserError, match="'busy' of a message all_reduce, which is not known"):
         check_messages([{**MESSAGES[0], "busy": 1.0}], "here")
+
+
+def test_a_machine_that_takes_no_time_is_refused():
+    nothing = {"what": "backward", **dict.fromkeys(PASS, 0.0)}
+    with pytest.raises(UserError, match="here has cores on which a backward pass takes no time"):
+        core_of([OPERATIONS[0], nothing, OPERATIONS[2]], "here")
+    with pytest.raises(UserError, match="here has a pace whose factor is 0"):
+        core_of([*OPERATIONS, {"what": "pace", "processes": 8, "factor": 0}], "here")

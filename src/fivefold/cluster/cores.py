@@ -115,6 +115,12 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
 
     names = [field.name for field in fields(Pass)]
     forward, backward = (Pass(*numbers(what, names)) for what in ("forward", "backward"))
+    for what, rates in (("forward", forward), ("backward", backward)):
+        if not any(astuple(rates)):
+            raise UserError(
+                f"{where} has cores on which a {what} pass takes no time: measure it again with "
+                "fivefold calibrate"
+            )
     copy_byte, optimizer_element, step = numbers("rest", ["copy_byte", "optimizer_element", "step"])
     calls = {
         str(record.get("kind")): MessageSeconds(
@@ -137,6 +143,8 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
         for record in operations
         if record.get("what") == "pace"
     }
+    if not all(paces.values()):
+        raise UserError(f"{where} has a pace whose factor is 0: it must be above")
     return Core(forward, backward, copy_byte, optimizer_element, step, calls, resident, paces)
 
 
@@ -180,8 +188,8 @@ def checked(value: Any, lacks: str) -> float:
     """A number of 0 or more. UserError for anything else, which `lacks` says what is missing."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
         raise UserError(
-            f"{lacks} that is a number of 0 or more ({value!r}): measure it again with "
-            "fivefold calibrate"
+            f"{lacks} that is a number of 0 or more, below 1e18 ({value!r}): measure it again "
+            "with fivefold calibrate"
         )
     return float(value)
 

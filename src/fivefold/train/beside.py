@@ -163,7 +163,9 @@ def beside(plan: Plan, job: Job | None, outcomes: Sequence[RankOutcome], steps: 
         run.precision,
         [outcome.ledger for outcome in outcomes],
     )
-    pp_rank = planned.ledger[0].stage if planned and planned.ledger else None
+    pp_rank = None
+    if planned and planned.ledger and layout.pp > 1:
+        pp_rank = planned.ledger[0].stage
     members = range(layout.world_size)
     if pp_rank is not None:
         members = groups(layout, "stage")[pp_rank].tolist()
