@@ -165,7 +165,9 @@ def test_one_run_that_took_less_than_planned_does_not_undo_the_others():
         planned = estimate(job(cluster, model, text), steps.layout_of(text)).peak_memory_bytes
         more = -1_000_000 if text == "pp2 mb2 recompute=full" else 50_000_000
         points.append(
-            Point("resident", {"model": model, "layout": text, "bytes": planned + more}, 1, 1)
+            Point(
+                "resident", {"model": model, "layout": text, "bytes": round(planned + more)}, 1, 1
+            )
         )
     kinds = {record["kind"]: record for record in steps.resident_records(points, cluster)}
     assert kinds["messages"]["bytes"] == pytest.approx(50_000_000, rel=0.05)

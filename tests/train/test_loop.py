@@ -130,8 +130,8 @@ def test_a_run_ends_with_its_plan_beside_it(
     assert 1 < report["imbalance"] <= 2  # of 2 expert ranks
     assert f"busiest expert rank had {report['imbalance']:.2f} times" in " ".join(shown.split())
     engine, machine = ENGINES["fivefold"], load_cluster(cluster, 8)
-    uneven = {"imbalance": report["imbalance"]}
-    job = Job(load_config(MIXTURE), machine, 16, 4, "fp32", engine, **uneven)
+    imbalance = report["imbalance"]
+    job = Job(load_config(MIXTURE), machine, 16, 4, "fp32", engine, imbalance=imbalance)
     planned = estimate(job, parse(report["layout"]))
     assert report["step_s"]["predicted"] == pytest.approx(planned.step_time_s)
     assert report["ledger"] and not report["ledger_differences"]
