@@ -25,7 +25,7 @@ from fivefold.plan.sharing import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
 STEPS = {"dense": 10, "mixture": 10, "larger": 7}
-"""The smaller models' least step counts, the larger one's median: that needs fewer."""
+"""How many are run: of the smaller models' the shortest counts, of the larger one's the median."""
 WARM_UP = 2
 ALONE = "mb2"
 SPLITS = {
