@@ -16,6 +16,7 @@ from fivefold.parallel.pipeline.simulation import simulate as simulate_alone
 from fivefold.plan.constants import Constants
 from fivefold.plan.estimate import Estimate, estimate, simulate
 from fivefold.plan.job import ENGINES, Job
+from fivefold.plan.operations import layer_operations
 from fivefold.plan.search import Wishes, search
 from fivefold.plan.sharing import simulate as simulate_shared
 from fivefold.plan.time import estimate_time
@@ -200,6 +201,20 @@ def test_ranks_with_cores_of_their_own_wait_for_the_busiest_experts() -> None:
 def test_on_shared_cores_those_who_wait_leave_theirs_to_the_busiest() -> None:
     assert uneven(2, 2.0).step_time_s == pytest.approx(uneven(2, 1.0).step_time_s)
     assert uneven(2, 3.0).step_time_s > uneven(2, 1.0).step_time_s
+
+
+def test_with_all_experts_on_each_rank_there_is_no_busiest_one() -> None:
+    even, uneven = (
+        flops_of(Job(load_config(MIXTURE), cluster(4), 128, 8, "fp32", imbalance=imbalance))
+        for imbalance in (1.0, 3.0)
+    )
+    assert uneven == even
+
+
+def flops_of(job: Job) -> list[float]:
+    """Floating-point operations of the products of a layer with experts, on ranks that have all."""
+    operations = layer_operations(job, Layouts.of([parse("dp4 mb2")]), job.config.layer_kinds[0])
+    return [float(np.sum(product.flops)) for product in operations.products]
 
 
 def test_the_step_by_formula_waits_for_them_as_the_simulated_one() -> None:

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_a_run_ends_with_its_plan_beside_it(
     job = Job(load_config(MIXTURE), machine, 16, 4, "fp32", engine, imbalance=imbalance)
     planned = estimate(job, parse(report["layout"]))
     assert report["step_s"]["predicted"] == pytest.approx(planned.step_time_s)
+    assert report["memory"]["predicted_bytes"] == pytest.approx(planned.peak_memory_bytes)
+    even = estimate(replace(job, imbalance=1.0), planned.layout)
+    assert planned.peak_memory_bytes > even.peak_memory_bytes
     assert report["ledger"] and not report["ledger_differences"]
     assert "Every rank sent what the plan says, to the byte, in the last step." in shown
     assert report["steps"] == 5  # of 6: the first warms up
