@@ -13,6 +13,7 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.train import metrics
+from fivefold.train.launch import launch
 from fivefold.train.metrics import (
     MetricsFile,
     Reporter,
@@ -244,3 +245,16 @@ def test_the_peak_begins_anew_where_the_system_lets_it() -> None:
         assert after < before - 2e8 and abs(after - base) < 2e7
     else:
         assert after == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take freed memory back")
+def test_memory_that_was_freed_before_hides_nothing_that_is_taken_after() -> None:
+    def grown_bytes() -> int:
+        earlier = [bytearray(2000) for _ in range(50_000)]
+        del earlier[:-1]  # the last one keeps the heap from shrinking by itself
+        before = begin_peak_memory()
+        later = [bytearray(2000) for _ in range(50_000)]
+        return (peak_memory_bytes() - before) * bool(later)
+
+    [grown] = launch(grown_bytes, 1)
+    assert grown > 80_000_000
