@@ -37,7 +37,7 @@ from benchmarks.measurements import INFERRED, MEASUREMENTS, read
 from benchmarks.ranking import ranking
 from benchmarks.reasons import memory_reasons, step_reasons
 from benchmarks.scores import Scored, both, figures, score
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 from fivefold.plan import intervals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -319,7 +319,7 @@ def write(result: Report, rows: list[Scored], refit: bool) -> None:
 
     as_unseen = score([spread.unseen(row.case) for row in rows])[0]
     errors = spread.errors_file(rows, as_unseen)
-    write_aside(intervals.ERRORS, ERRORS_HEAD + yaml.safe_dump(errors, sort_keys=False))
+    atomic_write(intervals.ERRORS, ERRORS_HEAD + yaml.safe_dump(errors, sort_keys=False))
     intervals.errors.cache_clear()
     contents = blocks(result, rows, as_unseen) | {"published": published.table()}
     if refit:
@@ -331,7 +331,7 @@ def write(result: Report, rows: list[Scored], refit: bool) -> None:
         "accuracy_errors": plots.error_histogram(rows),
     }
     for name, canvas in drawn.items():
-        write_aside(FIGURES / f"{name}.svg", canvas.svg())
+        atomic_write(FIGURES / f"{name}.svg", canvas.svg())
 
 
 ERRORS_HEAD = """\

@@ -39,14 +39,14 @@ from benchmarks.throughput import DENSE, MIXTURE
 from fivefold.calibrate.run import calibrate
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
-from fivefold.files import write_aside
-from fivefold.heap import restart_with_settings
+from fivefold.files import atomic_write
 from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse
+from fivefold.malloc_env import reexec_with_malloc_settings
 from fivefold.model.config import load_config
-from fivefold.plan.enumerate import Choices, every_layout
-from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.search import Wishes, search
+from fivefold.plan.engines import ENGINES, Job
+from fivefold.plan.search.candidates import Choices, every_layout
+from fivefold.plan.search.search import Constraints, search
 from fivefold.train.loop import train
 from fivefold.train.runfile import Data, Optimizer, Run
 
@@ -148,7 +148,7 @@ def best_planned(cluster: str, imbalance: float) -> Iterator[tuple[str, Layout, 
         for processes in FAVOURED:
             uneven = imbalance if model == SPREAD[0] else 1.0
             job = job_of(model, cluster, processes, uneven)
-            best = search(job, Wishes(top=LIKED)).best
+            best = search(job, Constraints(top=LIKED)).best
             for place, each in enumerate(best):
                 yield model, each.layout, place == 0
 
@@ -313,7 +313,7 @@ def main() -> None:
         )
         pages.write(PAGE, {"closed loop": table})
         points = [(r.measured_s, r.predicted_s, r.model) for r in results]
-        write_aside(FIGURE, predicted_beside_measured(points, "s").svg())
+        atomic_write(FIGURE, predicted_beside_measured(points, "s").svg())
 
 
 def _calibrated() -> str:
@@ -322,10 +322,10 @@ def _calibrated() -> str:
         measured = calibrate(str(Path(folder, "here.yaml")), None, quick=False)
         assert measured is not None
         kept = Path(tempfile.gettempdir(), "fivefold-closed-loop.yaml")
-        write_aside(kept, measured.path.read_text())
+        atomic_write(kept, measured.path.read_text())
     return str(kept)
 
 
 if __name__ == "__main__":
-    restart_with_settings()
+    reexec_with_malloc_settings()
     main()

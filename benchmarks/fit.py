@@ -29,7 +29,7 @@ from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import Predictor, choose
 from benchmarks.scores import figures
 from fivefold.cluster.cluster import CONSTANTS
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 
 BOUNDS = {
     "sustained": (0.8, 1.1),
@@ -126,7 +126,7 @@ def write_values(values: dict[str, float]) -> None:
                 value = float(f"{values[name]:.3g}")
                 line = f"  {constant[1]}: {{value: {value!r}{line[constant.end() :]}"
         lines.append(line)
-    write_aside(CONSTANTS, "\n".join(lines) + "\n")
+    atomic_write(CONSTANTS, "\n".join(lines) + "\n")
 
 
 def main() -> None:

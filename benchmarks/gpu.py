@@ -33,9 +33,9 @@ from benchmarks import pages
 from fivefold.cluster.cluster import Cluster, load_cluster
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig, load_config
-from fivefold.model.presets import PUBLISHED
+from fivefold.model.huggingface.presets import PUBLISHED
+from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.plan.job import ENGINES, Job
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "accuracy.md"
 ROOM = 0.85

@@ -19,8 +19,8 @@ from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers
 from fivefold.model.config import ModelConfig, MoEConfig
 from fivefold.model.counts import flops_per_token, head_flops_per_token, layer_flops_per_token
-from fivefold.model.presets import load_preset, preset_names
-from fivefold.plan.job import ENGINES, Engine, Job
+from fivefold.model.huggingface.presets import load_preset, preset_names
+from fivefold.plan.engines import ENGINES, Engine, Job
 
 MEASUREMENTS = Path(__file__).parent / "data" / "measurements.csv"
 

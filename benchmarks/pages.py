@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -30,4 +30,4 @@ def write(path: Path, contents: Mapping[str, str]) -> None:
     page = path.read_text(encoding="utf-8")
     for name, content in contents.items():
         page = with_block(page, name, content)
-    write_aside(path, page)
+    atomic_write(path, page)

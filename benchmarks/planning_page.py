@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "planning.md")
@@ -52,7 +52,7 @@ def block(match: re.Match[str]) -> str:
 
 def main() -> None:
     for path in PAGES:
-        write_aside(path, BLOCK.sub(block, path.read_text(encoding="utf-8")))
+        atomic_write(path, BLOCK.sub(block, path.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

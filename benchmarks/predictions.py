@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from benchmarks.measurements import Case
 from fivefold.cluster.cluster import CONSTANTS
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
-from fivefold.plan.constants import Constants
-from fivefold.plan.job import Job
-from fivefold.plan.memory import estimate_memory
-from fivefold.plan.time import step_time, traffic
+from fivefold.plan.engines import Job
+from fivefold.plan.memory.states import estimate_memory
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.step import step_time, traffic
 
 ENTRIES = yaml.safe_load(CONSTANTS.read_text(encoding="utf-8"))
 """constants.yaml, whole."""
@@ -43,7 +43,7 @@ def _least_recomputation(case: Case) -> list[Layout]:
     of the smallest micro-batch with the most recomputation where none fits."""
     if len(case.choices) == 1:
         return list(case.choices)
-    memory = estimate_memory(case.job, Layouts.of(case.choices))
+    memory = estimate_memory(case.job, LayoutBatch.of(case.choices))
     # Runs that were published did fit, with whatever room for fragmentation was left.
     needed = memory.peak_bytes - memory.kinds["overhead"]
     fits = needed <= case.job.cluster.device.memory_bytes
@@ -68,7 +68,7 @@ class Predictor:
         self.groups = []
         for indices in alike.values():
             job = cases[indices[0]].job
-            layouts = Layouts.of([chosen[i] for i in indices])
+            layouts = LayoutBatch.of([chosen[i] for i in indices])
             # Batches that the layout does not divide run partly filled micro-batches.
             batches = np.array([cases[i].job.global_batch for i in indices])
             share = batches / layouts.global_batch

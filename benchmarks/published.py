@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
 from fivefold.model.counts import flops_per_token
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import load_preset
+from fivefold.plan.engines import ENGINES, Engine, Job
 from fivefold.plan.estimate import Estimate
 from fivefold.plan.explain import NAMED, largest_differences
-from fivefold.plan.job import ENGINES, Engine, Job
-from fivefold.plan.search import Wishes, search
+from fivefold.plan.search.search import Constraints, search
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def compared() -> Iterator[Compared]:
     """All runs."""
     for run in RUNS:
         planned = "dualpipe" in run.layout
-        fixed = Wishes(fix=run.layout, top=1, planned_schedules=planned)
-        yield Compared(run, _best(run.job, fixed), _best(run.job, Wishes(top=1)))
+        fixed = Constraints(fix=run.layout, top=1, planned_schedules=planned)
+        yield Compared(run, _best(run.job, fixed), _best(run.job, Constraints(top=1)))
 
 
-def _best(job: Job, wishes: Wishes) -> Estimate | None:
+def _best(job: Job, wishes: Constraints) -> Estimate | None:
     """The best that fits, or else the one that comes closest."""
     try:
         found = search(job, wishes)

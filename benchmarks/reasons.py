@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.scores import Scored
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.model.counts import flops_per_token
-from fivefold.plan.constants import Constants
-from fivefold.plan.time import Rank, Time, estimate_time
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.step import Rank, Time, estimate_time
 
 MUCH = 0.10
 """Shares of the step, or of a time, from which on they are named."""
@@ -88,7 +88,7 @@ def _of_the_row(row: Scored) -> list[str]:
 def _of_the_estimate(row: Scored) -> list[str]:
     """What takes a large part of the predicted step beside arithmetic, the largest first."""
     job = row.case.job
-    time = estimate_time(job, Layouts.of([row.layout]), Constants.of(job.cluster.device))
+    time = estimate_time(job, LayoutBatch.of([row.layout]), Constants.of(job.cluster.device))
     rank = max(time.ranks.values(), key=lambda each: _one(each.busy * each.micro_batches))
     parts = _parts(time, rank)
     step = _one(time.step)

@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.measurements import Case
 from benchmarks.predictions import choose, predict_steps
 from fivefold.errors import UserError
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
-from fivefold.plan.memory import estimate_memory
+from fivefold.plan.memory.states import estimate_memory
 
 FAILURES = (UserError, ArithmeticError, LookupError, TypeError, ValueError)
 """What a row that makes no sense may raise."""
@@ -87,7 +87,7 @@ def _together(cases: Sequence[Case]) -> list[Scored]:
 def _memory_bytes(case: Case, layout: Layout) -> float | None:
     if case.memory_bytes is None:
         return None
-    memory = estimate_memory(case.job, Layouts.of([layout]))
+    memory = estimate_memory(case.job, LayoutBatch.of([layout]))
     printed = {
         "allocated": memory.allocated_bytes,
         "reserved": memory.reserved_bytes,

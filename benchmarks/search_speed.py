@@ -23,16 +23,16 @@ import numpy as np
 
 from benchmarks import pages
 from fivefold.cluster.cluster import load_cluster
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.legality import legal
-from fivefold.layout.many import Layouts
-from fivefold.model.presets import load_model
-from fivefold.plan.constants import Constants
-from fivefold.plan.enumerate import Choices, every_layout
+from fivefold.model.huggingface.presets import load_model
+from fivefold.plan.engines import Job
 from fivefold.plan.estimate import estimate
-from fivefold.plan.job import Job
-from fivefold.plan.memory import estimate_memory
-from fivefold.plan.search import count_fitting, search
-from fivefold.plan.time import estimate_time
+from fivefold.plan.memory.states import estimate_memory
+from fivefold.plan.search.candidates import Choices, every_layout
+from fivefold.plan.search.search import count_fitting, search
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.step import estimate_time
 
 Row = dict[str, Any]
 
@@ -91,7 +91,7 @@ def rates(
     constants = Constants.of(job.cluster.device)
     (layouts, *_) = every_layout(job, Choices.read())
     chosen = np.random.default_rng(0).integers(0, len(layouts), AT_ONCE)
-    some: Layouts = layouts.take(np.sort(chosen))
+    some: LayoutBatch = layouts.take(np.sort(chosen))
     seconds = {
         "legality": lambda: legal(some, job.config, job.sequence_length, devices),
         "memory": lambda: estimate_memory(job, some).peak_bytes,

@@ -23,9 +23,9 @@ from fivefold.layout.stages import split_layers
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.model.counts import layer_parameters
 from fivefold.parallel.cost import ledger
-from fivefold.parallel.work import ELEMENT_BYTES
-from fivefold.train.check import check, compare_ledgers
+from fivefold.parallel.workload import ELEMENT_BYTES
 from fivefold.train.runfile import Run
+from fivefold.verify.check import check, compare_ledgers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -90,7 +90,7 @@ CASES = [
 ]
 
 Rows = list[dict[str, Any]]
-"""As of `fivefold.train.check.compare_ledgers`: an average rank of each pipeline rank."""
+"""As of `fivefold.verify.check.compare_ledgers`: an average rank of each pipeline rank."""
 
 
 # --- what was sent -----------------------------------------------------------------------------

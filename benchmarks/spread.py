@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.measurements import Case
 from benchmarks.scores import Scored
 from fivefold.cluster.cluster import CONSTANTS
-from fivefold.plan.intervals import kinds, ratios, sharpen
+from fivefold.plan.intervals import calibrate_with_measurements, kinds, ratios
 
 COVERAGE = 0.8
 """The share of cases whose truth an interval should hold."""
@@ -258,7 +258,7 @@ def sharpened(scored: Sequence[Scored]) -> dict[str, Any]:
         errors = [float(np.mean(each)) for each in layouts.values()]
         mine, others = [], []
         for i, measured in enumerate(errors):
-            known_step = sharpen([(float(np.exp(measured)), 1.0)])
+            known_step = calibrate_with_measurements([(float(np.exp(measured)), 1.0)])
             for other in (e for j, e in enumerate(errors) if j != i):
                 left = other - np.log(known_step.factor)
                 mine.append((abs(np.expm1(-other)), abs(np.expm1(-left))))
@@ -272,7 +272,7 @@ def sharpened(scored: Sequence[Scored]) -> dict[str, Any]:
         "before": _spread(before),
         "after": _spread(after),
         "inside": float(np.mean(inside)) if inside else None,
-        "narrower": sharpen([(1.0, 1.0)]).narrower,
+        "narrower": calibrate_with_measurements([(1.0, 1.0)]).narrower,
     }
 
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 from benchmarks.plain import PlainLoop
 from benchmarks.random_tokens import random_tokens
-from fivefold.heap import restart_with_settings
 from fivefold.layout import legality
 from fivefold.layout.notation import parse, stated, with_global_batch
+from fivefold.malloc_env import reexec_with_malloc_settings
 from fivefold.model.config import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data.samples import Samples
@@ -246,5 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    restart_with_settings()
+    reexec_with_malloc_settings()
     main()

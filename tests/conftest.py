@@ -25,4 +25,4 @@ def nobody_has_measured_this_machine(
 ) -> None:
     """Whether it was does not show in a test."""
     nowhere = tmp_path_factory.getbasetemp() / "not-measured.yaml"
-    monkeypatch.setattr("fivefold.train.beside.here_path", lambda: nowhere)
+    monkeypatch.setattr("fivefold.verify.plan_vs_run.here_path", lambda: nowhere)

@@ -176,7 +176,7 @@ def test_paths_of_train_s_options_are_meant_from_where_one_stands(
 
 
 def report(**changes) -> dict:
-    """A report as of fivefold.train.check, of which these tests look at a few keys."""
+    """A report as of fivefold.verify.check, of which these tests look at a few keys."""
     row = {"pp_rank": 0, "split": "dp", "phase": "backward", "op": "all_reduce", "group_size": 2}
     row |= {"payload_bytes": 8, "routed": False, "agrees": True}
     for side in ("predicted", "measured"):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from fivefold.layout.notation import parse
 from fivefold.layout.ranks import dense_ranks, groups
-from fivefold.parallel.pipeline.picture import COLOURS
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.sequence.positions import ring_positions
+from fivefold.report.schedule_drawing import COLOURS
 
 FOLDER = Path(__file__).parent
 INK, GREY, PALE = "#24292f", "#8c959f", "#eef1f4"

@@ -12,11 +12,11 @@ import typer
 
 from fivefold import __version__
 from fivefold.errors import UserError
-from fivefold.files import write_aside
-from fivefold.heap import restart_with_settings
+from fivefold.files import atomic_write
+from fivefold.malloc_env import reexec_with_malloc_settings
 
 if TYPE_CHECKING:
-    from fivefold.plan.question import Question
+    from fivefold.plan.request import PlanRequest
 
 TRAIN_EXTRA = ("torch", "tokenizers", "safetensors")
 """What `fivefold[train]` brings, and the planner half does without."""
@@ -258,7 +258,7 @@ def plan(
         return
     if here:
         cluster = _here(cluster)
-    from fivefold.plan.question import Options, ask, sequence_tokens
+    from fivefold.plan.request import Options, ask, sequence_tokens
 
     question = ask(
         Options(
@@ -291,7 +291,7 @@ def plan(
 
 def _here(cluster: str | None) -> str:
     """The cluster file of this machine, which is measured if that has not been done before."""
-    from fivefold.calibrate.machine import here_path
+    from fivefold.cluster.host import here_path
 
     if cluster is not None:
         raise UserError(f"--here names this machine and --cluster {cluster} one too: give one")
@@ -304,9 +304,9 @@ def _here(cluster: str | None) -> str:
     return str(path)
 
 
-def _show(question: Question, as_json: bool, save: str | None, timeline: str | None) -> None:
+def _show(question: PlanRequest, as_json: bool, save: str | None, timeline: str | None) -> None:
     """Answers, prints, saves, and ends with the exit code."""
-    from fivefold.plan.answer import answer, plan_file, refuse_unsavable
+    from fivefold.plan.result import answer, plan_file, refuse_unsavable
 
     if timeline is not None:
         from fivefold.report.timeline import check_writer
@@ -337,9 +337,9 @@ def _show(question: Question, as_json: bool, save: str | None, timeline: str | N
     raise typer.Exit(0 if fits else 1)
 
 
-def _save_timeline(question: Question, layout: str, path: str) -> None:
+def _save_timeline(question: PlanRequest, layout: str, path: str) -> None:
     from fivefold.layout.notation import parse
-    from fivefold.plan.answer import job_of
+    from fivefold.plan.result import job_of
     from fivefold.plan.timeline import planned_step
     from fivefold.report.timeline import of_plan, save
 
@@ -349,7 +349,7 @@ def _save_timeline(question: Question, layout: str, path: str) -> None:
 
 def _print_names(as_json: bool) -> None:
     from fivefold.cluster.cluster import catalogue_names
-    from fivefold.model.presets import preset_names
+    from fivefold.model.huggingface.presets import preset_names
 
     known = {"models": preset_names(), "clusters": catalogue_names()}
     if as_json:
@@ -384,8 +384,8 @@ def export(
       fivefold export plan.yaml --to megatron
       fivefold export plan.yaml --to slurm --out job
     """
+    from fivefold.interop import export as export_plan
     from fivefold.plan import planfile
-    from fivefold.plan.export import export as export_plan
 
     plan = planfile.load(plan_file)
     exported = export_plan(plan, to)
@@ -407,7 +407,7 @@ def _write(folder: str, files: dict[str, str]) -> list[Path]:
     try:
         os.makedirs(folder, exist_ok=True)
         for path, text in zip(paths, files.values(), strict=True):
-            write_aside(path, text)
+            atomic_write(path, text)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
     return paths
@@ -505,7 +505,7 @@ def check(
 
     run = load_run(run_file, layout, overrides)
 
-    from fivefold.train.check import check as check_run
+    from fivefold.verify.check import check as check_run
 
     report = check_run(run, steps).as_dict()
     if as_json:
@@ -602,11 +602,11 @@ def trace(
       fivefold trace llama-3.1-70b --layout "dp512 zero3 ga2" --seq 8K --rank 511 --json
       fivefold trace plan.yaml
     """
-    from fivefold.train.traceable import read
+    from fivefold.verify.traceable import read
 
     what = read(model, layout, sequence_length, precision)
 
-    from fivefold.train.trace import trace_report
+    from fivefold.verify.trace import trace_report
 
     report = trace_report(what.config, what.layout, what.sequence_length, what.precision, rank)
     if as_json:
@@ -763,9 +763,9 @@ def schedule(
 
     import math
 
-    from fivefold.parallel.pipeline.picture import svg as draw_svg
     from fivefold.parallel.pipeline.schedules import asked_for
     from fivefold.parallel.pipeline.simulation import simulate
+    from fivefold.report.schedule_drawing import svg as draw_svg
 
     table = asked_for(name, pp, vpp, micro_batches)
     for seconds in (forward_s, backward_s, weight_s or 0.0, send_s, overlapped_s or 0.0):
@@ -803,7 +803,7 @@ def schedule(
 
 def _write_file(path: str, text: str) -> None:
     try:
-        write_aside(Path(path), text)
+        atomic_write(Path(path), text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -824,7 +824,7 @@ def main(argv: list[str] | None = None) -> int:
     sentence; 130: interrupted. With FIVEFOLD_TRACEBACK=1 a failed worker's traceback is shown.
     """
     if argv is None and RUNS & set(sys.argv):
-        restart_with_settings()
+        reexec_with_malloc_settings()
     code = 0
     try:
         app(argv, prog_name="fivefold")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_aside(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file (text in UTF-8) aside and give it its name when it is whole. OSError where that
     fails."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -19,7 +19,7 @@ from benchmarks.closed_loop import (
 )
 from fivefold.layout.legality import check
 from fivefold.model.config import load_config
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
 from tests.plan import cores
 
 RESULT = Result(

@@ -12,10 +12,10 @@ from fivefold.calibrate import steps
 from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
 from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, cluster_of
-from fivefold.cluster.cores import Resident
+from fivefold.cluster.cores import ProcessOverhead
 from fivefold.model.config import load_config
+from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
-from fivefold.plan.job import ENGINES, Job
 from tests.plan.cores import machine
 
 TOP = {
@@ -132,10 +132,10 @@ def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_eleme
 def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_they_take():
     cluster = truth()
     beside = {
-        "alone": Resident(5e7, 0.2),
-        "messages": Resident(6e7, 0.1),
-        "zero": Resident(0.0, 5.0),
-        "recompute": Resident(0.0, 20.0),
+        "alone": ProcessOverhead(5e7, 0.2),
+        "messages": ProcessOverhead(6e7, 0.1),
+        "zero": ProcessOverhead(0.0, 5.0),
+        "recompute": ProcessOverhead(0.0, 20.0),
     }
     holding = replace(
         cluster,

@@ -16,10 +16,10 @@ from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster, load_cluster, load_device
 from fivefold.cluster.collectives import members_per_tier, seconds
 from fivefold.model.config import load_config
-from fivefold.plan.compute import product_s
-from fivefold.plan.constants import Constants
-from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.operations import Product
+from fivefold.plan.engines import ENGINES, Job
+from fivefold.plan.time.accelerator import product_s
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.operations import Matmul
 from tests.helpers import refusal
 
 PROCESSORS, BANDWIDTH, LAUNCH_S = 132, 3e12, 8e-6
@@ -42,7 +42,7 @@ def product(what: str, m: int, n: int, k: int, groups: int = 1) -> Point:
     """By the planner: no misaligned shapes, and large enough not to wait for memory."""
     job = Job(MODEL, TRUTH, 4096, 16, engine=ENGINES["fivefold"])
     s = float(
-        product_s(job, Constants.of(TRUTH.device), Product(what, m, n, k, groups=float(groups)))
+        product_s(job, Constants.of(TRUTH.device), Matmul(what, m, n, k, groups=float(groups)))
     )
     sizes = {"part": "forward", "m": m, "n": n, "k": k}
     sizes |= {"groups": groups} if groups > 1 else {}
@@ -120,7 +120,7 @@ def test_the_planner_gives_products_and_messages_the_time_that_was_measured(
     for point in points():
         if point.what == "product":
             m, n, k = (float(point.sizes[name]) for name in "mnk")
-            predicted = float(product_s(job, constants, Product("product", m, n, k)))
+            predicted = float(product_s(job, constants, Matmul("product", m, n, k)))
             assert predicted == pytest.approx(point.wall_s, rel=0.02)
     for size, stride in ((8, 1), (2, 8)):
         members = members_per_tier(cluster, size, stride)

@@ -70,7 +70,7 @@ def test_a_point_is_there_once(written: Path) -> None:
 def test_a_plan_for_here_is_made_with_the_file_and_its_number_of_processes(
     written: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr("fivefold.calibrate.machine.here_path", lambda: written)
+    monkeypatch.setattr("fivefold.cluster.host.here_path", lambda: written)
     model = "examples/models/first-run.json"
     assert main(["plan", model, "--here", "--engine", "fivefold", "--seq", "256"]) == 0
     assert "here: 2 x " in capsys.readouterr().out

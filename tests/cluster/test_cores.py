@@ -9,7 +9,7 @@ from fivefold.cluster.cores import (
     Core,
     MessageSeconds,
     Pass,
-    Resident,
+    ProcessOverhead,
     check_messages,
     core_of,
     message_s,
@@ -48,7 +48,7 @@ def test_a_core_is_read_from_the_operations_of_a_file():
         Pass(*(2 * v for v in PASS.values())),
         **REST,
         calls={"tp": MessageSeconds(1e-4, 2e-4)},
-        resident={"alone": Resident(5e7, 0.1)},
+        resident={"alone": ProcessOverhead(5e7, 0.1)},
         paces={2: 1.0, 4: 1.2},
     )
 

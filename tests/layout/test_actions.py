@@ -98,7 +98,7 @@ def test_a_layout_may_name_a_file_and_must_have_its_numbers(tmp_path: Path):
     layout = parse(f"PP2 ga2 schedule={path}")
     assert layout.schedule == path  # files have capitals
     assert parse(str(layout)) == layout
-    assert not layout.turns_back and violations(layout) == []
+    assert not layout.is_v_shaped and violations(layout) == []
     (sentence,) = violations(parse(f"pp2 ga4 schedule={path}"))
     assert "is a table for pp2 vpp1 ga2, not for pp2 vpp1 ga4" in sentence
     with pytest.raises(UserError, match="cannot read"):
@@ -108,4 +108,4 @@ def test_a_layout_may_name_a_file_and_must_have_its_numbers(tmp_path: Path):
 def test_a_file_may_have_a_v(tmp_path: Path):
     path = written(tmp_path, "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     layout = parse(f"pp2 vpp2 schedule={path}")
-    assert layout.turns_back and layout.ends_meet and violations(layout) == []
+    assert layout.is_v_shaped and layout.first_and_last_share_rank and violations(layout) == []

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.legality import allowed_tp, check, legal, violations
-from fivefold.layout.many import Layouts
 from fivefold.layout.notation import PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Layout, parse
 from fivefold.model.config import ModelConfig, MoEConfig
 
@@ -368,7 +368,7 @@ def test_many_layouts_are_legal_exactly_where_each_breaks_no_rule(
 ):
     layouts = [replace(layout, layers=layers) for layout in layouts]
     setting = (model, sequence_length, world_size, running)
-    verdicts = legal(Layouts.of(layouts), *setting)
+    verdicts = legal(LayoutBatch.of(layouts), *setting)
     assert verdicts.tolist() == [not violations(layout, *setting) for layout in layouts]
 
 
@@ -376,7 +376,7 @@ def test_a_fair_share_of_drawn_layouts_is_legal():
     """Otherwise the comparison above would hold for rules that refuse everything."""
     degrees = [(tp, pp, ep) for tp in (1, 2, 4) for pp in (1, 2, 4) for ep in (1, 2, 4, 5)]
     layouts = [Layout(tp=tp, pp=pp, ep=ep, dp=4, zero=1) for tp, pp, ep in degrees]
-    assert legal(Layouts.of(layouts), TINY_M, 64).sum() == 27
+    assert legal(LayoutBatch.of(layouts), TINY_M, 64).sum() == 27
 
 
 # Cases from the field, with their right answers

@@ -15,7 +15,7 @@ from fivefold.layout.notation import (
     stated,
     with_global_batch,
 )
-from fivefold.layout.words import nearest_choices, nearest_multiples
+from fivefold.text import nearest_choices, nearest_multiples
 from tests.helpers import refusal
 from tests.layout.drawn import layouts
 

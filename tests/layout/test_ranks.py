@@ -16,7 +16,7 @@ from fivefold.layout.ranks import (
     groups,
     sparse_ranks,
 )
-from fivefold.layout.words import divisors
+from fivefold.text import divisors
 
 
 @st.composite

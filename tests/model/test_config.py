@@ -19,8 +19,8 @@ from fivefold.model.config import (
     load_config,
     require_trainable,
 )
-from fivefold.model.families import READERS
-from fivefold.model.presets import PUBLISHED, load_preset
+from fivefold.model.huggingface.families import READERS
+from fivefold.model.huggingface.presets import PUBLISHED, load_preset
 from tests.helpers import refusal
 
 EXAMPLE_OF_FAMILY = {

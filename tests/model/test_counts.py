@@ -30,8 +30,8 @@ from fivefold.model.counts import (
     layer_parameters,
     parameter_shapes,
 )
-from fivefold.model.presets import PUBLISHED as PUBLISHED_CONFIGS
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import PUBLISHED as PUBLISHED_CONFIGS
+from fivefold.model.huggingface.presets import load_preset
 
 with open(Path(__file__).parent / "data" / "counts.csv", newline="") as file:
     PUBLISHED = list(csv.DictReader(file))
@@ -392,9 +392,7 @@ def test_flops_are_six_a_matmul_weight_plus_attention_and_add_up_layer_by_layer(
 
 
 def test_counting_does_not_import_torch() -> None:
-    code = (
-        "import sys, fivefold.model.counts, fivefold.model.presets; print('torch' in sys.modules)"
-    )
+    code = "import sys, fivefold.model.huggingface.presets; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

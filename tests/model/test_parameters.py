@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from fivefold.model.moe import Experts
-from fivefold.model.parameters import put_off
+from fivefold.model.parameters import deferred_weight_grads
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from tests.parity.harness import tiny
 
@@ -38,7 +38,7 @@ def test_no_weight_has_a_gradient_before_what_was_put_off_is_done() -> None:
     torch.autograd.backward([loss, balance])
     loss, balance = split(micro_batch().tokens, micro_batch())
     later = []
-    with put_off(later):
+    with deferred_weight_grads(later):
         torch.autograd.backward([loss, balance])
     assert all(p.grad is None for p in split.parameters())
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_the_input_has_its_gradient_at_once() -> None:
     x = torch.randn(6, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(experts(x, [1, 0, 3, 2]).sum(), x)
     later = []
-    with put_off(later):
+    with deferred_weight_grads(later):
         experts(x, [1, 0, 3, 2]).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, expected)
     assert len(later) == 2 and experts.up_proj.grad is None

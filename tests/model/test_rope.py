@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.model.config import ModelConfig, load_config, require_trainable
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import load_preset
 from fivefold.model.rope import rope_frequencies
 
 LLAMA3 = {

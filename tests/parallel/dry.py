@@ -10,8 +10,8 @@ from fivefold.model.config import ModelConfig, load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data import Samples
 from fivefold.train.runfile import Optimizer
-from fivefold.train.trace import fake_world
 from fivefold.train.trainer import Trainer
+from fivefold.verify.trace import fake_world
 
 __all__ = ["fake_world"]
 

@@ -19,12 +19,12 @@ from fivefold.layout.legality import check as check_layout
 from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.parallel.comm import Recorder
-from fivefold.train.check import compare_ledgers
 from fivefold.train.data.samples import Samples
 from fivefold.train.data.tokens import TokenFile
 from fivefold.train.launch import launch
-from fivefold.train.parity import LIMITS, PARITY, Comparison, RankRecord, compare, record
 from fivefold.train.trainer import Trainer
+from fivefold.verify.check import compare_ledgers
+from fivefold.verify.parity import LIMITS, PARITY, Comparison, RankRecord, compare, record
 
 GLOBAL_BATCH = 8
 SEQUENCE_LENGTH = 64
@@ -147,7 +147,7 @@ def assert_parity(
     config: ModelConfig, text: str, samples: Samples | None = None, steps: int = STEPS
 ) -> list[RankRecord]:
     """The layout computes what one process does, and sends what the plan says; see
-    fivefold.train.parity for what is compared. Returns the layout's records."""
+    fivefold.verify.parity for what is compared. Returns the layout's records."""
     samples = samples or random_samples(config.vocab_size)
     layout = layout_for(text, config, samples)
     split = run(config, layout, samples, steps)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fivefold.model.dropout import Dropout
-from fivefold.train.parity import compare
 from fivefold.train.trainer import Trainer
+from fivefold.verify.parity import compare
 from tests.parity.harness import (
     TINY_M,
     assert_within_limits,

@@ -20,7 +20,7 @@ from fivefold.parallel.mesh import make_axes
 from fivefold.train.data.samples import IGNORED, Batch, Samples, data_hash
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
-from fivefold.train.parity import RankRecord, compare, record
+from fivefold.verify.parity import RankRecord, compare, record
 from tests.parity.harness import (
     TINY_D,
     assert_within_limits,
@@ -202,12 +202,12 @@ def test_more_micro_batches_hold_no_more(schedule: str, held: list[int]) -> None
             def look(action: Action, pipeline=pipeline, kept=kept) -> None:
                 now = pipeline._now
                 begins = action.kind == "F"
-                kept.append(len(now.in_flight) + len(now.put_off) + begins)
+                kept.append(len(now.in_flight) + len(now.deferred_weight_grads) + begins)
 
             pipeline.before = look
             trainer.gradients(0)
             peaks.append(max(kept))
-            assert not (pipeline._now.in_flight or pipeline._now.put_off)
+            assert not (pipeline._now.in_flight or pipeline._now.deferred_weight_grads)
             assert not (pipeline._now.arriving or pipeline._now.handed_over)
         return peaks
 

@@ -21,8 +21,8 @@ from fivefold.parallel.comm import Recorder
 from fivefold.parallel.tensor.run import join_vocabulary
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.launch import launch
-from fivefold.train.parity import assemble, compare, record, weight_pieces
 from fivefold.train.trainer import StepResult, Trainer
+from fivefold.verify.parity import assemble, compare, record, weight_pieces
 from tests.parity.harness import (
     TINY_D,
     TINY_M,

@@ -21,7 +21,7 @@ from fivefold.parallel.comm import Recorder
 from fivefold.parallel.expert.run import ExpertExchange
 from fivefold.parallel.mesh import make_axes
 from fivefold.parallel.sequence import run as sequence
-from fivefold.spans import Message, Spans, Work
+from fivefold.step_trace import Message, Spans, Work
 from fivefold.train.launch import launch
 from fivefold.train.trainer import Trainer
 from tests.parity.harness import TINY_D, layout_for, make_trainer, random_samples, tiny

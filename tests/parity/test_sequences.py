@@ -18,7 +18,7 @@ from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.sequence.run import _merge, ring_attention
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.launch import launch
-from fivefold.train.parity import RankRecord, compare, record
+from fivefold.verify.parity import RankRecord, compare, record
 from tests.parity.harness import (
     assert_parity,
     assert_within_limits,

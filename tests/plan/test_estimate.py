@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from fivefold.cluster.cluster import load_cluster
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
 from fivefold.model.counts import flops_per_token
-from fivefold.model.presets import config_from_dimensions, load_model
+from fivefold.model.huggingface.presets import config_from_dimensions, load_model
 from fivefold.parallel.cost import ledger
-from fivefold.plan.constants import Constants
+from fivefold.plan.engines import Job
 from fivefold.plan.estimate import SIMULATED_ROUNDS, estimate, simulate
-from fivefold.plan.job import Job
-from fivefold.plan.memory import estimate_memory
-from fivefold.plan.time import estimate_time
+from fivefold.plan.memory.states import estimate_memory
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.step import estimate_time
 
 DENSE = config_from_dimensions("hidden=4096,layers=24,heads=32,kv_heads=8,ffn=14336,vocab=128256")
 MIXTURE = config_from_dimensions(
@@ -66,7 +66,7 @@ def test_the_parts_of_a_step_add_up(config, text: str):
 def test_the_simulated_pipeline_agrees_with_the_formula_of_the_search(config, text: str):
     job, layout = case(config, text)
     constants = Constants.of(job.cluster.device)
-    by_formula = np.asarray(estimate_time(job, Layouts.of([layout]), constants).step)[0]
+    by_formula = np.asarray(estimate_time(job, LayoutBatch.of([layout]), constants).step)[0]
     assert estimate(job, layout).step_time_s == pytest.approx(by_formula, rel=0.05)
 
 
@@ -129,7 +129,7 @@ def test_the_worst_stage_has_the_peak():
     assert each.worst_stage == totals.index(max(totals))
     assert each.peak_memory_bytes == pytest.approx(max(totals))
     assert sum(each.memory_bytes.values()) == pytest.approx(max(totals))
-    searched = estimate_memory(job, Layouts.of([layout])).peak_bytes
+    searched = estimate_memory(job, LayoutBatch.of([layout])).peak_bytes
     assert each.peak_memory_bytes == pytest.approx(float(searched[0]), rel=0.01)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from fivefold.cluster.cluster import load_cluster
 from fivefold.layout.notation import Layout, parse, with_global_batch
-from fivefold.model.presets import load_model
+from fivefold.model.huggingface.presets import load_model
 from fivefold.plan import explain
+from fivefold.plan.engines import Job
 from fivefold.plan.explain import Neighbour, Outcome, found_order, neighbours, reasons, refit
-from fivefold.plan.job import Job
 
 LIMIT = 80e9
 LINE = "989TFLOPS,80GB,3.35TB/s:8x450GB/s,50GB/s"

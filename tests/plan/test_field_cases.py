@@ -8,18 +8,18 @@ import pytest
 
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse
 from fivefold.ledger import Transfer
 from fivefold.model.config import LayerKind
 from fivefold.model.counts import parameter_shapes
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import load_preset
 from fivefold.parallel.cost import ledger
-from fivefold.plan.answer import answer
+from fivefold.plan.engines import Engine, Job
 from fivefold.plan.estimate import Estimate, LedgerRow, estimate
-from fivefold.plan.job import Engine, Job
-from fivefold.plan.operations import Operations, layer_operations
-from fivefold.plan.question import Options, ask
+from fivefold.plan.request import Options, ask
+from fivefold.plan.result import answer
+from fivefold.plan.time.operations import Operations, layer_operations
 
 GIB = 2**30
 NETWORK = 50e9  # bytes/s and device: one NIC of 400 Gbit/s
@@ -236,4 +236,4 @@ def test_case_68_compute_of_the_experts_follows_the_busiest_rank():
 
 
 def mixture(job: Job, layout: Layout) -> Operations:
-    return layer_operations(job, Layouts.of([layout]), LayerKind(moe=True))
+    return layer_operations(job, LayoutBatch.of([layout]), LayerKind(moe=True))

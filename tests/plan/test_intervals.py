@@ -5,11 +5,17 @@ import pytest
 
 from fivefold.cluster.cluster import load_cluster
 from fivefold.layout.notation import parse
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import load_preset
 from fivefold.plan import intervals
+from fivefold.plan.engines import Job
 from fivefold.plan.estimate import estimate
-from fivefold.plan.intervals import kinds, memory_interval, ratios, sharpen, step_interval
-from fivefold.plan.job import Job
+from fivefold.plan.intervals import (
+    calibrate_with_measurements,
+    kinds,
+    memory_interval,
+    ratios,
+    step_interval,
+)
 
 KNOWN = {
     "kinds": {"all": {"low": 0.8, "high": 1.25}, "MoE": {"low": 0.5, "high": 2.0}},
@@ -65,20 +71,23 @@ def test_estimates_carry_their_intervals():
 
 
 def test_without_a_measurement_nothing_changes():
-    nothing = sharpen([])
+    nothing = calibrate_with_measurements([])
     assert nothing.factor == nothing.narrower == 1
     layout = parse("zero1", 16)
     assert nothing.interval(job(), layout, 2.0) == pytest.approx(step_interval(job(), layout, 2.0))
 
 
 def test_a_measured_step_moves_the_others_part_of_the_way_and_more_of_them_further():
-    one, four = sharpen([(1.2, 1.0)]), sharpen([(1.2, 1.0)] * 4)
+    one, four = (
+        calibrate_with_measurements([(1.2, 1.0)]),
+        calibrate_with_measurements([(1.2, 1.0)] * 4),
+    )
     assert 1 < one.factor < four.factor < 1.2
     assert 1 > one.narrower > four.narrower > 0
 
 
 def test_measured_steps_that_contradict_each_other_cancel():
-    assert sharpen([(1.2, 1.0), (1.0, 1.2)]).factor == pytest.approx(1.0)
+    assert calibrate_with_measurements([(1.2, 1.0), (1.0, 1.2)]).factor == pytest.approx(1.0)
 
 
 def test_the_shrinkage_is_what_least_squares_says(monkeypatch):
@@ -90,11 +99,11 @@ def test_the_shrinkage_is_what_least_squares_says(monkeypatch):
     random = np.random.default_rng(0)
     common = random.normal(0, shared, 20_000)
     first, second = common + random.normal(0, own, (2, 20_000))
-    taken = np.log(sharpen([(float(np.exp(0.1)), 1.0)]).factor) / 0.1
+    taken = np.log(calibrate_with_measurements([(float(np.exp(0.1)), 1.0)]).factor) / 0.1
 
     def left(share: float) -> float:
         return float(np.mean((second - share * first) ** 2))
 
     assert left(taken) <= min(left(taken - 0.05), left(taken + 0.05))
-    narrower = sharpen([(1.0, 1.0)]).narrower
+    narrower = calibrate_with_measurements([(1.0, 1.0)]).narrower
     assert left(taken) ** 0.5 == pytest.approx(narrower * (shared**2 + own**2) ** 0.5, rel=0.02)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fivefold.plan.answer import answer
-from fivefold.plan.question import Options, ask
+from fivefold.plan.request import Options, ask
+from fivefold.plan.result import answer
 from fivefold.report.plan_tables import WIDTH, traffic_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"

@@ -15,8 +15,8 @@ from fivefold.report.tables import (
     ledger_table,
     ledger_tables,
 )
-from fivefold.train.check import CheckReport, ledger_rows
-from fivefold.train.parity import Comparison
+from fivefold.verify.check import CheckReport, ledger_rows
+from fivefold.verify.parity import Comparison
 from tests.helpers import line_with, printed
 
 
@@ -82,7 +82,7 @@ def test_pipeline_ranks_that_send_the_same_share_a_table():
 
 
 def report(**changes) -> dict[str, Any]:
-    """A report of fivefold.train.check."""
+    """A report of fivefold.verify.check."""
     comparison = Comparison(
         loss_rel_diff=2e-7,
         balance_loss_rel_diff=0.0,

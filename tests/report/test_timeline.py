@@ -9,13 +9,13 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
 from fivefold.cluster.cluster import load_cluster
 from fivefold.layout.notation import parse
-from fivefold.model.presets import load_preset
+from fivefold.model.huggingface.presets import load_preset
+from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
-from fivefold.plan.job import ENGINES, Job
 from fivefold.plan.timeline import planned_step
 from fivefold.report import timeline
 from fivefold.report.timeline import Rank, Slice, check_writer, of_plan, of_run, save
-from fivefold.spans import Message, Spans, Work
+from fivefold.step_trace import Message, Spans, Work
 from tests.helpers import refusal
 
 

@@ -23,9 +23,10 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import parse
 from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
+from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
-from fivefold.plan.job import ENGINES, Job
-from fivefold.train import checkpoint, loop
+from fivefold.train import loop
+from fivefold.train.checkpoint import checkpoint
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
 from fivefold.train.learning_rate import learning_rate

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.layout.notation import parse
 from fivefold.parallel.data.memory import StateBytes, after_step, before_last_backward
-from fivefold.parallel.work import rank_work
+from fivefold.parallel.workload import rank_work
 from fivefold.train.memory import measure
 from tests.parallel.dry import (
     SEQUENCE_LENGTH,

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fivefold.errors import UserError
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 
 
 def as_text(head: Mapping[str, Any], lists: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
@@ -43,7 +43,7 @@ def check_writable(path: Path) -> None:
 def write(path: Path, text: str) -> None:
     """Writes the file. UserError where that is not allowed."""
     with _writing(path):
-        write_aside(path, text)
+        atomic_write(path, text)
 
 
 @contextmanager

@@ -20,12 +20,12 @@ from fivefold.calibrate.points import Point, rounded
 from fivefold.calibrate.steps import call_records, pace_records, resident_records, step_s
 from fivefold.cluster.cluster import Cluster, cluster_of
 from fivefold.cluster.cores import Pass, core_of
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig, load_config
-from fivefold.plan.host import work_of
-from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.operations import Operations, head_operations, layer_operations
+from fivefold.plan.engines import ENGINES, Job
+from fivefold.plan.time.cpu import work_of
+from fivefold.plan.time.operations import Operations, head_operations, layer_operations
 
 Floats = NDArray[np.float64]
 Records = list[dict[str, Any]]
@@ -96,11 +96,11 @@ def block_work(point: Point, cluster: Cluster) -> Floats:
     """What a measured layer or head has to do [5], in the order of `Pass`."""
     config, batch = _config(point), int(point.sizes["batch"])
     job = Job(config, cluster, int(point.sizes["sequence"]), batch, "fp32", ENGINES["fivefold"])
-    layouts = Layouts.of([Layout(micro_batch=batch)])
+    layouts = LayoutBatch.of([Layout(micro_batch=batch)])
     return work_of(job, _operations(point, job, layouts))[:, 0]
 
 
-def _operations(point: Point, job: Job, layouts: Layouts) -> Operations:
+def _operations(point: Point, job: Job, layouts: LayoutBatch) -> Operations:
     if point.what == "head":
         return head_operations(job, layouts)
     return layer_operations(job, layouts, job.config.layer_kinds[0])

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fivefold.calibrate import machine, steps
+from fivefold.calibrate import steps
 from fivefold.calibrate.grid import Grid, fitting
 from fivefold.calibrate.points import Point, merged
+from fivefold.cluster import host as machine
 from fivefold.train.launch import launch, preload
 from fivefold.train.metrics import peak_flops_per_s
 from fivefold.train.torchrun import describe_here, join

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.calibrate import machine
 from fivefold.calibrate.grid import Grid
 from fivefold.calibrate.points import Point
+from fivefold.cluster import host as machine
 from fivefold.layout.notation import parse
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Recorder

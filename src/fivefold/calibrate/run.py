@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.calibrate.clusterfile import as_text, check_writable, write
 from fivefold.calibrate.cores import Floats, Records, fit_cores, pass_errors
-from fivefold.calibrate.machine import here_path
 from fivefold.cluster.cluster import cluster_of
+from fivefold.cluster.host import here_path
 from fivefold.errors import UserError
 from fivefold.train.torchrun import joined_by_torchrun, processes_of_torchrun
 

@@ -15,13 +15,13 @@ import numpy as np
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
-from fivefold.cluster.cores import Resident
+from fivefold.cluster.cores import ProcessOverhead
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
+from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import number, simulate
-from fivefold.plan.job import ENGINES, Job
-from fivefold.plan.memory import KINDS, stage_memory
-from fivefold.plan.sharing import kind_of
+from fivefold.plan.memory.states import KINDS, stage_memory
+from fivefold.plan.time.shared_cores import kind_of
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
 STEPS = {"dense": 10, "mixture": 10, "larger": 7}
@@ -232,16 +232,18 @@ bytes beside the share of something. A kind is fitted with those before it known
 def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
     """What processes grew by, and no tensor is planned to take: with the least squares of errors
     relative to all that they grew by."""
-    grown, found = _grown_bytes(points), dict[str, Resident]()
+    grown, found = _grown_bytes(points), dict[str, ProcessOverhead]()
     for kind, has_bytes in RESIDENT.items():
         cases = [case for case in grown if _resident_kind(case[1]) == kind]
         known = _with_resident(cluster, found)
-        with_share = _with_resident(cluster, found | {kind: Resident(0.0, 1.0)})
+        with_share = _with_resident(cluster, found | {kind: ProcessOverhead(0.0, 1.0)})
         planned = np.array([_planned_bytes(known, *case) for case in cases])
         unit = np.array([_planned_bytes(with_share, *case) for case in cases]) - planned
         measured = np.array([grown[case] for case in cases], dtype=float)
         work = np.stack([np.full(len(cases), float(has_bytes)), unit], 1)
-        found[kind] = Resident(*least_relative_squares(work, measured - planned, measured).tolist())
+        found[kind] = ProcessOverhead(
+            *least_relative_squares(work, measured - planned, measured).tolist()
+        )
     return [_resident_record(kind, each) for kind, each in found.items()]
 
 
@@ -264,7 +266,7 @@ def _resident_kind(text: str) -> str:
     return "alone" if layout.world_size == 1 else "messages"
 
 
-def _resident_record(kind: str, each: Resident) -> dict[str, Any]:
+def _resident_record(kind: str, each: ProcessOverhead) -> dict[str, Any]:
     return {
         "what": "resident",
         "kind": kind,
@@ -273,7 +275,7 @@ def _resident_record(kind: str, each: Resident) -> dict[str, Any]:
     }
 
 
-def _with_resident(cluster: Cluster, found: Mapping[str, Resident]) -> Cluster:
+def _with_resident(cluster: Cluster, found: Mapping[str, ProcessOverhead]) -> Cluster:
     records = [_resident_record(kind, each) for kind, each in found.items()]
     return replace(cluster, operations=(*cluster.operations, *records))
 

@@ -51,7 +51,7 @@ class Core:
     calls: Mapping[str, MessageSeconds]
     """What the program does around a message, beside the message, by kinds of messages (see
     `plan.sharing.kind_of`); nothing for a kind that is not among them."""
-    resident: Mapping[str, Resident]
+    resident: Mapping[str, ProcessOverhead]
     """What a process comes to hold beside its tensors: `alone` or with `messages`, and what `zero`
     and `recompute` add."""
     paces: Mapping[int, float]
@@ -80,7 +80,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Resident:
+class ProcessOverhead:
     """Bytes that a process holds beside its tensors: `bytes` and `share` of what
     `plan.memory` says."""
 
@@ -130,7 +130,7 @@ def core_of(operations: Sequence[Mapping[str, Any]], where: str) -> Core:
         if record.get("what") == "call"
     }
     resident = {
-        str(record.get("kind")): Resident(
+        str(record.get("kind")): ProcessOverhead(
             *(_number(record, name, f"{name} that is resident") for name in ("bytes", "share"))
         )
         for record in operations

@@ -1,9 +1,9 @@
 """The rules a layout must keep, each stated once: a condition and a sentence.
 
-The condition is elementwise, so that it holds for one `Layout` or says of many `Layouts` which keep
-it. The sentence is about one layout that does not: what is wrong, the numbers, the nearest choices
-that work. Rules need more or less knowledge and are grouped by it: the layout alone, whether it
-will be run, the number of devices, the model, the sequence length.
+The condition is elementwise, so that it holds for one `Layout`, or says which of a `LayoutBatch`
+keep it. The sentence is about one layout that does not: what is wrong, the numbers, the nearest
+choices that work. Rules need more or less knowledge and are grouped by it: the layout alone,
+whether it will be run, the number of devices, the model, the sequence length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UserError
 from fivefold.layout.actions import is_table_file, read_table
-from fivefold.layout.many import Layouts
+from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import (
     FIELDS,
     ORDER,
@@ -30,14 +30,14 @@ from fivefold.layout.notation import (
     world_size_error,
 )
 from fivefold.layout.stages import split_layers
-from fivefold.layout.words import (
+from fivefold.model.config import ModelConfig
+from fivefold.text import (
     divisors,
     join_or,
     nearest_choices,
     nearest_multiples,
     product,
 )
-from fivefold.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def violations(
 
 
 def legal(
-    layouts: Layouts,
+    layouts: LayoutBatch,
     model: ModelConfig | None = None,
     sequence_length: int | None = None,
     world_size: int | None = None,
@@ -201,7 +201,7 @@ VALUE_RULES = (
 # A layout that will be run
 
 
-@rule(lambda layout: np.logical_not(layout.runs_both_ways))
+@rule(lambda layout: np.logical_not(layout.is_bidirectional))
 def stages_have_one_copy(layout: Layout) -> str:
     return (
         f"schedule={layout.schedule} can be planned, not run: it keeps two copies of the stages; "
@@ -341,7 +341,7 @@ def interleaving_fills_the_ranks(layout: Layout) -> str:
 
 def _has_fixed_chunks(layout: Degrees) -> Any:
     """Is the schedule one for a certain number of chunks, and for a pipeline only?"""
-    return (layout.schedule == "zb-h1") | layout.runs_both_ways | _is_v(layout)
+    return (layout.schedule == "zb-h1") | layout.is_bidirectional | _is_v(layout)
 
 
 def _is_v(layout: Degrees) -> Any:
@@ -355,13 +355,13 @@ def schedule_has_a_pipeline(layout: Layout) -> str:
 
 @rule(lambda layout: np.logical_not(_has_fixed_chunks(layout)) | (layout.vpp == 1 + _is_v(layout)))
 def schedule_has_its_chunks(layout: Layout) -> str:
-    chunks = 1 + layout.turns_back
+    chunks = 1 + layout.is_v_shaped
     return f"schedule={layout.schedule} is for vpp {chunks}, not vpp {layout.vpp}: use vpp{chunks}"
 
 
 @rule(
     lambda layout: (
-        np.logical_not(layout.runs_both_ways | (layout.schedule == "dualpipe-v"))
+        np.logical_not(layout.is_bidirectional | (layout.schedule == "dualpipe-v"))
         | (layout.accumulation >= 2 * layout.pp)
     )
 )
@@ -374,7 +374,7 @@ def dualpipe_is_filled(layout: Layout) -> str:
 
 @rule(
     lambda layout: (
-        np.logical_not(layout.runs_both_ways)
+        np.logical_not(layout.is_bidirectional)
         | ((layout.pp % 2 == 0) & (layout.accumulation % 2 == 0))
     )
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.layout.actions import FOLD, is_table_file, read_table
-from fivefold.layout.words import (
+from fivefold.text import (
     divisors,
     join_or,
     nearest_choices,
@@ -38,7 +38,7 @@ PLANNED_SCHEDULES = ("dualpipe",)
 
 class Degrees:
     """What follows from the degrees of a layout, elementwise: for one `Layout`, whose degrees are
-    integers, and for many `Layouts`, whose degrees are arrays."""
+    integers, and for many `LayoutBatch`, whose degrees are arrays."""
 
     tp: Any
     sp: Any
@@ -100,7 +100,7 @@ class Degrees:
         return self.pp * self.vpp
 
     @property
-    def runs_both_ways(self) -> Any:
+    def is_bidirectional(self) -> Any:
         """Does each rank hold two stages, for micro-batches that come from both ends?
 
         DualPipe (arXiv:2412.19437, section 3.2.1) keeps two copies of the model, each for half of
@@ -109,16 +109,16 @@ class Degrees:
         return self.schedule == "dualpipe"
 
     @property
-    def turns_back(self) -> Any:
+    def is_v_shaped(self) -> Any:
         """Do the chunks go down the ranks and up again in a V, so that rank 0 has both ends?"""
         if isinstance(self.schedule, str) and is_table_file(self.schedule):
             return read_table(self.schedule).placement == FOLD
         return (self.schedule == "zb-v") | (self.schedule == "dualpipe-v")
 
     @property
-    def ends_meet(self) -> Any:
+    def first_and_last_share_rank(self) -> Any:
         """Does the rank with the first stage also have a last one?"""
-        return (self.pp == 1) | self.turns_back | self.runs_both_ways
+        return (self.pp == 1) | self.is_v_shaped | self.is_bidirectional
 
     @property
     def global_batch(self) -> Any:

@@ -85,7 +85,7 @@ def split_layers_many(num_layers: int, stages: Any, stage: Any) -> tuple[Any, An
 
 def chunks_a_rank(layout: Degrees) -> Any:
     """Virtual stages that one pipeline rank holds, elementwise."""
-    return layout.vpp * (1 + layout.runs_both_ways)
+    return layout.vpp * (1 + layout.is_bidirectional)
 
 
 def chunk_stage(layout: Degrees, rank: Any, chunk: Any) -> Any:
@@ -96,8 +96,8 @@ def chunk_stage(layout: Degrees, rank: Any, chunk: Any) -> Any:
     """
     down = chunk * layout.pp + rank
     up = (chunk + 1) * layout.pp - 1 - rank
-    goes_up = (chunk % 2 == 1) & (layout.turns_back | layout.runs_both_ways)
-    return np.where(goes_up, up - layout.pp * layout.runs_both_ways, down)
+    goes_up = (chunk % 2 == 1) & (layout.is_v_shaped | layout.is_bidirectional)
+    return np.where(goes_up, up - layout.pp * layout.is_bidirectional, down)
 
 
 def rank_stages(layout: Layout, rank: int) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.model.keys import Keys
+from fivefold.model.huggingface.config_reader import ConfigReader
 
 TRAINED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families whose mathematics fivefold.model's torch modules have; the others are planned only."""
@@ -176,13 +176,13 @@ def load_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
     way that is not counted here, is refused by name: raises UserError. What can be planned but
     not trained is read; `require_trainable` refuses it.
     """
-    from fivefold.model.families import READERS  # they build what this module defines
+    from fivefold.model.huggingface.families import READERS  # they build what this module defines
 
     values = source if isinstance(source, Mapping) else _read_json(Path(source))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in READERS:
         raise UserError(f"model_type {family!r} is not known; it can be {', '.join(READERS)}")
-    keys = Keys(values, family)
+    keys = ConfigReader(values, family)
     config = READERS[family](keys)
     keys.refuse_unread()
     return replace(config, untrainable=tuple(keys.untrainable))

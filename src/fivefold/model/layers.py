@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.model.config import ModelConfig
-from fivefold.model.linear import Entry, closing_linear, linears, unchanged
+from fivefold.model.linear import Entry, column_parallel_linears, row_parallel_linear, unchanged
 from fivefold.model.parameters import (
     compute_value,
     differentiable,
@@ -136,12 +136,14 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], mask: list[Tensor] | Tensor | None
     ) -> Tensor:
-        projections = linears(x, [self.q_proj, self.k_proj, self.v_proj], self.entry)
+        projections = column_parallel_linears(
+            x, [self.q_proj, self.k_proj, self.v_proj], self.entry
+        )
         q, k, v = (y.view(*y.shape[:2], -1, self.head_dim) for y in projections)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(rotate(q, angles), rotate(k, angles), v, mask)
-        return closing_linear(out.flatten(2), self.o_proj, self.leave)
+        return row_parallel_linear(out.flatten(2), self.o_proj, self.leave)
 
 
 class MLP(nn.Module):
@@ -156,8 +158,8 @@ class MLP(nn.Module):
         self.leave: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linears(x, [self.gate_proj, self.up_proj], self.entry)
-        return closing_linear(gated(gate, up), self.down_proj, self.leave)
+        gate, up = column_parallel_linears(x, [self.gate_proj, self.up_proj], self.entry)
+        return row_parallel_linear(gated(gate, up), self.down_proj, self.leave)
 
 
 class _Gated(torch.autograd.Function):

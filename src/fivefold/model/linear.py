@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.model.parameters import (
+    accumulate_into_main_grad,
     are_put_off,
     compute_value,
     differentiable,
-    take_gradient,
     use,
     weight_gradients,
 )
@@ -104,7 +104,7 @@ class _Linears(torch.autograd.Function):
                 for p, g in zip(parameters[:count], rows_of, strict=True)
             ]
             for p, g in zip(parameters[count:], rows_of, strict=False):
-                found.append(take_gradient(p, g.float().sum(0).to(g.dtype)))
+                found.append(accumulate_into_main_grad(p, g.float().sum(0).to(g.dtype)))
             return found
 
         of_parameters = weight_gradients(parameters, of_weights)
@@ -123,14 +123,16 @@ def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:
     return None
 
 
-def linears(x: Tensor, layers: Sequence[nn.Linear], entry: Entry | None = None) -> list[Tensor]:
+def column_parallel_linears(
+    x: Tensor, layers: Sequence[nn.Linear], entry: Entry | None = None
+) -> list[Tensor]:
     """Apply linear layers that share the input x [..., hidden] (all with a bias or none)."""
     weights = [differentiable(layer.weight) for layer in layers]
     biases = [differentiable(layer.bias) for layer in layers if layer.bias is not None]
     return list(_Linears.apply(x, entry, len(layers), *weights, *biases))
 
 
-def closing_linear(x: Tensor, layer: nn.Linear, leave: Callable[[Tensor], Tensor]) -> Tensor:
+def row_parallel_linear(x: Tensor, layer: nn.Linear, leave: Callable[[Tensor], Tensor]) -> Tensor:
     """The product that closes a part. Its bias is added once, after the ranks' sums are joined."""
     (y,) = _Linears.apply(x, None, 1, differentiable(layer.weight))
     y = leave(y)

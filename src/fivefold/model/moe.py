@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from fivefold.model.config import ModelConfig
 from fivefold.model.layers import MLP, gated
-from fivefold.model.linear import add_product, linears, product
+from fivefold.model.linear import add_product, column_parallel_linears, product
 from fivefold.model.parameters import compute_value, differentiable, weight_gradients
 
 
 class Exchange(Protocol):
     """How tokens reach the experts that were chosen for them, and come back."""
 
-    def own_tokens(self, x: Tensor) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
         """Of the hidden states [sequence, ...] those that this rank routes."""
         ...
 
-    def all_tokens(self, y: Tensor) -> Tensor:
+    def gather_tokens(self, y: Tensor) -> Tensor:
         """The reverse of own_tokens."""
         ...
 
@@ -47,10 +47,10 @@ class Exchange(Protocol):
 class NoExchange:
     """All experts are here."""
 
-    def own_tokens(self, x: Tensor) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
         return x
 
-    def all_tokens(self, y: Tensor) -> Tensor:
+    def gather_tokens(self, y: Tensor) -> Tensor:
         return y
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         `sequence_length`); `valid` [batch]: tokens of each sequence that count in the loss.
         Returns the output and this rank's part of the balance loss, summed over sequences with
         `valid` as weights."""
-        own = self.exchange.own_tokens(x)
+        own = self.exchange.scatter_tokens(x)
         tokens = own.flatten(0, 1)
         weights, experts, probabilities = self._route(tokens)
 
@@ -218,7 +218,7 @@ class MoE(nn.Module):
         # After the experts, so that its backward pass, which announces the layer's to FSDP2, comes
         # before theirs.
         balance = self._balance_loss(experts, probabilities, own.shape[1], sequence_length, valid)
-        y = self.exchange.all_tokens(y.view_as(own))
+        y = self.exchange.gather_tokens(y.view_as(own))
         return (y if shared is None else y + shared), balance
 
     def _shared(self, x: Tensor) -> Tensor | None:
@@ -226,13 +226,13 @@ class MoE(nn.Module):
             return None
         y = self.shared_expert(x)
         if self.config.shared_gate:
-            (scale,) = linears(x, [self.shared_expert_gate])
+            (scale,) = column_parallel_linears(x, [self.shared_expert_gate])
             y = y * torch.sigmoid(scale)
         return y
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and ids of the chosen experts [tokens, k], probabilities [tokens, experts]."""
-        (logits,) = linears(tokens, [self.gate])
+        (logits,) = column_parallel_linears(tokens, [self.gate])
         probabilities = logits.float().softmax(-1)
         weights, experts = probabilities.topk(self.config.experts_per_token, dim=-1)
         if self.config.norm_topk_prob:

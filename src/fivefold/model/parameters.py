@@ -8,8 +8,8 @@ inside a layer all arithmetic is on local tensors. Its gradient goes one of two 
   an addition a weight, and makes accumulation fp32 whatever the compute precision;
 - to `.grad` through autograd, where FSDP2 looks for it (ZeRO 1-3).
 
-A split backward pass puts the weights' gradients off (`put_off`): whoever would hand one over
-leaves instead what is to be done, and the pipeline does it when its schedule says so.
+A split backward pass defers the weights' gradients (`deferred_weight_grads`): whoever would hand
+one over leaves instead what is to be done, and the pipeline does it when its schedule says so.
 
 Where there is a `main_grad` there is a `main_value` too, the local values as a plain tensor: to ask
 a DTensor for them in each use of each weight costs processor time that shows in small models.
@@ -74,7 +74,7 @@ _put_off: list[Callable[[], None]] | None = None
 
 
 @contextmanager
-def put_off(later: list[Callable[[], None]]) -> Iterator[None]:
+def deferred_weight_grads(later: list[Callable[[], None]]) -> Iterator[None]:
     """While backward passes run here, the work on weights' gradients is not done but added to
     `later`, in the order in which it would have been done."""
     # Not a context variable: autograd may run a backward pass in a thread of its own.
@@ -132,7 +132,7 @@ def weight_gradients(
     return [None] * len(parameters)
 
 
-def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
+def accumulate_into_main_grad(p: Tensor, grad: Tensor) -> Tensor | None:
     """Hand over a weight's gradient: into main_grad, or back to autograd in the weight's dtype."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is None:
@@ -143,7 +143,7 @@ def take_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
 
 def hand_over(p: Tensor, grad: Tensor) -> Tensor | None:
     """What the backward of an autograd function returns for its one parameter, which is small."""
-    return weight_gradients([p], lambda: [take_gradient(p, grad)])[0]
+    return weight_gradients([p], lambda: [accumulate_into_main_grad(p, grad)])[0]
 
 
 class _Use(torch.autograd.Function):

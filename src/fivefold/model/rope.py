@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold.errors import UserError
-from fivefold.model.keys import Keys
+from fivefold.model.huggingface.config_reader import ConfigReader
 
 if TYPE_CHECKING:
     from fivefold.model.config import ModelConfig
@@ -73,7 +73,7 @@ def _llama3(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
     return frequencies * (kept + (1.0 - kept) / scaling["factor"])
 
 
-def read_rope(keys: Keys, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+def read_rope(keys: ConfigReader, default_theta: float) -> tuple[float, dict[str, Any] | None]:
     """`rope_theta` and the scaling (None for none) of a config.json, old style or new.
 
     Old style is `rope_theta` beside `rope_scaling`; new style is `rope_parameters` with the theta

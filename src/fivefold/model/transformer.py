@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.model.config import ModelConfig
 from fivefold.model.dropout import Dropout
 from fivefold.model.layers import MLP, Attention, Embedding, RMSNorm
-from fivefold.model.linear import Entry, linears
+from fivefold.model.linear import Entry, column_parallel_linears
 from fivefold.model.loss import Join, cross_entropy, no_join
 from fivefold.model.moe import MoE
 from fivefold.model.rope import rope_frequencies
@@ -159,5 +159,5 @@ class Stage(nn.Module):
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.tied else self.lm_head
-        (logits,) = linears(x, [cast(nn.Linear, head)], self.entry)
+        (logits,) = column_parallel_linears(x, [cast(nn.Linear, head)], self.entry)
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.first_id, self.join)

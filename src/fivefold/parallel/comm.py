@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.ledger import Ledger, Transfer
-from fivefold.spans import Message, Spans
+from fivefold.step_trace import Message, Spans
 
 LARGE = 2**18
 """Elements from which gloo's own ring all-reduce, which works in place, costs less processor time
@@ -83,7 +83,7 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
-    def on_behalf_of(self, split: str) -> Axis:
+    def accounted_as(self, split: str) -> Axis:
         """The same ranks carrying the traffic of another split."""
         return Axis(self.name, split, self.ranks, self.index, self.group, self.recorder)
 

@@ -10,7 +10,7 @@ from fivefold.parallel.expert import cost as expert
 from fivefold.parallel.pipeline import cost as pipeline
 from fivefold.parallel.sequence import cost as sequence
 from fivefold.parallel.tensor import cost as tensor
-from fivefold.parallel.work import rank_work
+from fivefold.parallel.workload import rank_work
 
 SPLIT_COSTS = (data, pipeline, tensor, sequence, expert)
 """Each has `transfers(work)`."""

@@ -172,7 +172,7 @@ def _time_limit() -> timedelta:
 
 
 def _first_and_last(layout: Layout) -> np.ndarray:
-    if layout.ends_meet:
+    if layout.first_and_last_share_rank:
         return np.arange(layout.world_size).reshape(-1, 1)
     return groups(layout, "pp")[:, [0, -1]]
 

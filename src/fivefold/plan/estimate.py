@@ -17,22 +17,23 @@ from numpy.typing import NDArray
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.layout.actions import is_table_file
-from fivefold.layout.many import Layouts, alike
+from fivefold.layout.batch import LayoutBatch, alike
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.model.config import LayerKind
 from fivefold.model.counts import flops_per_token
 from fivefold.parallel.pipeline import schedules, simulation
-from fivefold.parallel.work import ROLES, role_rank, stage_counts
-from fivefold.plan import compute, sharing
-from fivefold.plan.constants import Constants
+from fivefold.parallel.workload import ROLES, role_rank, stage_counts
+from fivefold.plan.engines import Job
 from fivefold.plan.intervals import memory_interval, step_interval
-from fivefold.plan.job import Job
-from fivefold.plan.memory import KINDS, stage_memory, verdict
-from fivefold.plan.operations import layer_operations
-from fivefold.plan.parts import Rank, Row, Time
-from fivefold.plan.placement import members
-from fivefold.plan.time import estimate_time, operation_s, whole_step_s
+from fivefold.plan.memory.states import KINDS, stage_memory, verdict
+from fivefold.plan.time import accelerator as compute
+from fivefold.plan.time import shared_cores as sharing
+from fivefold.plan.time.breakdown import Rank, Row, Time
+from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.operations import layer_operations
+from fivefold.plan.time.placement import members
+from fivefold.plan.time.step import estimate_time, operation_s, whole_step_s
 
 SIMULATED_ROUNDS = 3
 """Rounds of pp micro-batches that are simulated; a longer step goes on at the pace of the last.
@@ -97,7 +98,7 @@ def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
     constants = Constants.of(job.cluster.device)
     result: dict[int, Simulated] = {}
     for indices in alike(layouts):
-        time = estimate_time(job, Layouts.of([layouts[i] for i in indices]), constants)
+        time = estimate_time(job, LayoutBatch.of([layouts[i] for i in indices]), constants)
         for place, index in enumerate(indices):
             own = _one_of(time, place) if len(indices) > 1 else time
             result[index] = _simulate(job, layouts[index], constants, own)
@@ -111,7 +112,7 @@ def _simulate(job: Job, layout: Layout, constants: Constants, time: Time) -> Sim
     once = max(number(rank.once) for rank in time.ranks.values())
     pipeline = stages.pipeline_s(once)
     inside = np.array([pipeline + once])
-    step = number(whole_step_s(job, Layouts.of([layout]), constants, inside))
+    step = number(whole_step_s(job, LayoutBatch.of([layout]), constants, inside))
     return Simulated(stages, pipeline, once, step)
 
 
@@ -245,7 +246,7 @@ class Stages:
 
     def _layer_compute(self, kind: LayerKind) -> _Compute:
         """Of a layer of a kind that is not recomputed as a whole."""
-        operations = layer_operations(self.job, Layouts.of([self.layout]), kind)
+        operations = layer_operations(self.job, LayoutBatch.of([self.layout]), kind)
         s = operation_s(self.job, self.constants, operations)
         selective = self.layout.recompute == "selective"
         return _Compute(
@@ -321,7 +322,7 @@ class Stages:
             return self._by_formula() - once
         forward, backward, weight = self.by_stage()
         # With two copies of the stages each is there for half of the micro-batches.
-        copies = 1 + layout.runs_both_ways
+        copies = 1 + layout.is_bidirectional
         ranks_s = [self.rank_s(rank) / copies for rank in range(layout.pp)]
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         send = number(self.time.ranks["middle"].send)
@@ -376,7 +377,7 @@ class Stages:
         if is_table_file(layout.schedule):  # it has all micro-batches, or none
             return 0
         rounds = -(-layout.accumulation // layout.pp)
-        kept = SIMULATED_ROUNDS + (layout.turns_back or layout.runs_both_ways)
+        kept = SIMULATED_ROUNDS + (layout.is_v_shaped or layout.is_bidirectional)
         return max(0, rounds - kept) * layout.pp
 
     def by_stage(self) -> tuple[list[float], list[float], list[float]]:
@@ -391,7 +392,7 @@ class Stages:
 
     def _by_formula(self) -> float:
         """Pipeline and what is once a step, from the step by formula."""
-        layouts = Layouts.of([self.layout])
+        layouts = LayoutBatch.of([self.layout])
         steps = [whole_step_s(self.job, layouts, self.constants, np.array([s])) for s in (0.0, 1.0)]
         none, one = map(number, steps)
         return (number(self.time.step) - none) / (one - none)
@@ -434,7 +435,7 @@ def _exposed_s(simulated: Simulated, role: str) -> list[float]:
 
 def _exposed_on_cores(simulated: Simulated, role: str, row: Row) -> float:
     """What is busy takes longer where cores are shared; waiting does not."""
-    if sharing.beside_compute(row.transfer):
+    if sharing.overlaps_compute(row.transfer):
         return 0.0
     slower = _slowdown(simulated, role)
     if row.transfer.phase == "optimizer":
@@ -499,7 +500,7 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
     }
     for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):
         key = f"exposed_{row.transfer.split}"
-        if _happens(row) and not sharing.beside_compute(row.transfer):
+        if _happens(row) and not sharing.overlaps_compute(row.transfer):
             seconds[key] = seconds.get(key, 0.0) + exposed
         elif _happens(row):
             seconds["slowed"] += slowdown * number(row.seconds - row.waits)
@@ -515,7 +516,7 @@ def _seconds_on_cores(simulated: Simulated, role: str) -> dict[str, float]:
 def _ledger(job: Job, layout: Layout, simulated: Simulated, role: str) -> Iterator[LedgerRow]:
     """The transfers that happen; equal ones are one row."""
     cluster, rank = job.cluster, simulated.stages.time.ranks[role]
-    places = members(cluster, Layouts.of([layout]))
+    places = members(cluster, LayoutBatch.of([layout]))
     stage = simulated.stages.rank_of(role)
     rows: dict[tuple[Any, ...], list[float]] = {}
     for row, exposed in zip(rank.rows, _exposed_s(simulated, role), strict=True):

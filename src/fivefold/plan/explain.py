@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.layout.batch import LayoutBatch, alike
 from fivefold.layout.legality import violations
-from fivefold.layout.many import Layouts, alike
 from fivefold.layout.notation import Layout, parse
-from fivefold.layout.words import product
+from fivefold.plan.engines import Job
 from fivefold.plan.estimate import Estimate, simulate
-from fivefold.plan.job import Job
-from fivefold.plan.memory import estimate_memory
+from fivefold.plan.memory.states import estimate_memory
+from fivefold.text import product
 
 USUAL_ORDER = ("tp", "sp", "ep", "pp", "dp")
 """Traffic a device, most to least, as practitioners quote it; the order from the inner tier out."""
@@ -44,7 +44,7 @@ def outcomes(job: Job, layouts: Sequence[Layout]) -> list[Outcome]:
     """Step time and memory of legal layouts, in their order."""
     peaks = np.zeros(len(layouts))
     for indices in alike(layouts):
-        many = Layouts.of([layouts[i] for i in indices])
+        many = LayoutBatch.of([layouts[i] for i in indices])
         peaks[indices] = estimate_memory(job, many).peak_bytes
     steps = _step_times(job, layouts)
     return [Outcome(float(step), float(peak)) for step, peak in zip(steps, peaks, strict=True)]
@@ -222,7 +222,7 @@ def _neighbour(
 
 
 @dataclass(frozen=True)
-class Reason:
+class Justification:
     """One sentence, and its numbers where it has them."""
 
     split: str  # "model", or a split of the layout
@@ -253,7 +253,7 @@ SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Changes]] = {
 """What a layout may have: its name, whether it has it, and what takes it away."""
 
 
-def reasons(job: Job, chosen: Layout, limit_bytes: float) -> list[Reason]:
+def reasons(job: Job, chosen: Layout, limit_bytes: float) -> list[Justification]:
     """First whether the model fits one device; then, for each split, the layout without it."""
     used = [
         (split, _named(split, name, chosen), refit(job, chosen, **change))
@@ -282,20 +282,20 @@ def _on_one_device(job: Job) -> Job:
     return replace(job, cluster=job.cluster.with_devices(1), global_batch=1)
 
 
-def _opening(job: Job, chosen: Layout, needs_bytes: float, limit_bytes: float) -> Reason:
+def _opening(job: Job, chosen: Layout, needs_bytes: float, limit_bytes: float) -> Justification:
     if needs_bytes > limit_bytes:
         text = (
             f"The model does not fit one device: it needs {gb(needs_bytes)} there, "
-            f"{to_use(limit_bytes)}."
+            f"{available_clause(limit_bytes)}."
         )
     elif chosen.world_size == chosen.dp:
         text = (
-            f"The model fits one device ({gb(needs_bytes)}, {to_use(limit_bytes)}), so that "
-            "samples alone are split: every other split would cost speed."
+            f"The model fits one device ({gb(needs_bytes)}, {available_clause(limit_bytes)}), "
+            "so that samples alone are split: every other split would cost speed."
         )
     else:
-        text = f"The model fits one device ({gb(needs_bytes)}, {to_use(limit_bytes)})."
-    return Reason("model", text, needs_bytes)
+        text = f"The model fits one device ({gb(needs_bytes)}, {available_clause(limit_bytes)})."
+    return Justification("model", text, needs_bytes)
 
 
 def _reason(
@@ -307,16 +307,16 @@ def _reason(
     outcome: Outcome | None,
     base: Outcome,
     limit_bytes: float,
-) -> Reason:
+) -> Justification:
     if outcome is None:
-        return Reason(split, f"{name}: without it {rule}.")
+        return Justification(split, f"{name}: without it {rule}.")
     peak, ratio = outcome.peak_memory_bytes, outcome.step_time_s / base.step_time_s
     if peak > limit_bytes:
-        text = f"{name}: without it a device needs {gb(peak)}, {to_use(limit_bytes)}."
-        return Reason(split, text, peak, ratio)
+        text = f"{name}: without it a device needs {gb(peak)}, {available_clause(limit_bytes)}."
+        return Justification(split, text, peak, ratio)
     if undivided := _undivided_batch(job, without):
-        return Reason(split, f"{name}: without it {undivided}.", peak)
-    return Reason(split, f"{name}: without it {_pace(ratio)}.", peak, ratio)
+        return Justification(split, f"{name}: without it {undivided}.", peak)
+    return Justification(split, f"{name}: without it {_pace(ratio)}.", peak, ratio)
 
 
 def _pace(ratio: float) -> str:
@@ -479,6 +479,6 @@ def gb(count: float) -> str:
     return f"{value:.1f} GB" if value >= 0.95 else f"{count / 1e6:,.1f} MB"
 
 
-def to_use(limit_bytes: float) -> str:
+def available_clause(limit_bytes: float) -> str:
     """The words after what a device would need: what it has."""
     return f"and has {f'{limit_bytes / 1e9:,.1f}'.removesuffix('.0')} GB to use"

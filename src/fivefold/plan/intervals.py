@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from fivefold.layout.notation import Layout
-from fivefold.plan.job import Job
+from fivefold.plan.engines import Job
 
 ERRORS = Path(__file__).with_name("errors.yaml")
 
@@ -59,7 +59,7 @@ def ratios(known: dict[str, Any], names: Sequence[str], device: str) -> Interval
 
 
 @dataclass(frozen=True)
-class Sharpened:
+class MeasurementCalibration:
     """What steps that were measured say of the other layouts of the same job."""
 
     factor: float  # what predicted steps are multiplied by
@@ -79,7 +79,7 @@ class Sharpened:
         return self.factor * exp(middle - half), self.factor * exp(middle + half)
 
 
-def sharpen(measured: Sequence[tuple[float, float]]) -> Sharpened:
+def calibrate_with_measurements(measured: Sequence[tuple[float, float]]) -> MeasurementCalibration:
     """From (measured, predicted) seconds of layouts of one job.
 
     The logarithm of measured over predicted is what all layouts of a job share (the machine, the
@@ -89,10 +89,10 @@ def sharpen(measured: Sequence[tuple[float, float]]) -> Sharpened:
     layout's own.
     """
     if not measured:
-        return Sharpened(1.0, 1.0, 1.0)
+        return MeasurementCalibration(1.0, 1.0, 1.0)
     spread = errors()["step_time"]
     shared, own, k = spread["shared"] ** 2, spread["own"] ** 2, len(measured)
     trusted = k * shared / (k * shared + own)
     mean = sum(log(seconds / predicted) for seconds, predicted in measured) / k
     left = shared * (1 - trusted) + own
-    return Sharpened(exp(trusted * mean), 1 - trusted, (left / (shared + own)) ** 0.5)
+    return MeasurementCalibration(exp(trusted * mean), 1 - trusted, (left / (shared + own)) ** 0.5)

@@ -15,10 +15,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from fivefold.errors import UserError
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
-from fivefold.model.presets import read_model
+from fivefold.model.huggingface.presets import read_model
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
@@ -78,7 +78,7 @@ def save(plan: PlanFile, path: str | Path) -> None:
         values["model"] = os.path.relpath(plan.model, path.parent)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
     try:
-        write_aside(path, text)
+        atomic_write(path, text)
     except OSError as error:
         raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from error
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fivefold.layout.notation import Layout
 from fivefold.parallel.pipeline import schedules, simulation
+from fivefold.plan.engines import Job
 from fivefold.plan.estimate import Stages, number, simulate
-from fivefold.plan.job import Job
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from fivefold.layout.actions import Action
 from fivefold.layout.notation import FORMS
-from fivefold.parallel.pipeline.picture import draw
 from fivefold.parallel.pipeline.simulation import Simulation
 from fivefold.parallel.pipeline.table import Schedule
+from fivefold.report.schedule_drawing import draw
 
 WIDEST = 1000
 """Characters of a row of the picture; beyond, `--svg` shows more."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UserError
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 from fivefold.layout.actions import Action
 from fivefold.ledger import SPLITS
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.report.tables import format_bytes
-from fivefold.spans import Message, Spans, is_between_stages
+from fivefold.step_trace import Message, Spans, is_between_stages
 
 if TYPE_CHECKING:
     from fivefold.plan.timeline import Afterwards, PlannedStep
@@ -192,7 +192,7 @@ def save(ranks: Iterable[Rank], path: str | Path) -> None:
                 _add_track(builder, track, own, name, order)
                 _add_slices(builder, track, lane)
     try:
-        write_aside(Path(path), builder.serialize())
+        atomic_write(Path(path), builder.serialize())
     except OSError as error:
         raise UserError(f"the timeline {path} cannot be written: {error.strerror}") from None
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, cast
 import yaml
 
 from fivefold.errors import UserError
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 from fivefold.layout.notation import parse, stated
 from fivefold.model.counts import count_parameters, flops_per_token
 from fivefold.report.timeline import check_writer
-from fivefold.train.beside import RankOutcome, Report, Tally, beside, gather, job_of
 from fivefold.train.data import Samples, data_hash
 from fivefold.train.failures import where
 from fivefold.train.launch import BACKENDS, launch
@@ -41,10 +40,11 @@ from fivefold.train.torchrun import (
     joined_by_torchrun,
     processes_of_torchrun,
 )
+from fivefold.verify.plan_vs_run import RankOutcome, Report, StepAverages, beside, gather, job_of
 
 if TYPE_CHECKING:
-    from fivefold.plan.job import Job
-    from fivefold.train.checkpoint import Saved
+    from fivefold.plan.engines import Job
+    from fivefold.train.checkpoint.checkpoint import Saved
     from fivefold.train.trainer import StepResult, Trainer
 
 SKIPS_IN_A_ROW = 10
@@ -97,7 +97,7 @@ def choose_start(prepared: Prepared) -> Saved | None:
     """The checkpoint that the run goes on from, maybe that of its last step; None if it starts
     with the first one. Looks, too, whether `out` can be written and has room. Raises UserError if
     the run cannot start."""
-    from fivefold.train import checkpoint
+    from fivefold.train.checkpoint import checkpoint
 
     run = prepared.run
     if run.out is None:
@@ -237,7 +237,7 @@ def train_rank(prepared: Prepared, start: Saved | None, job: Job | None) -> None
     the run."""
     import torch.distributed as dist
 
-    from fivefold.train import checkpoint
+    from fivefold.train.checkpoint import checkpoint
     from fivefold.train.trainer import make_trainer
 
     run = prepared.run
@@ -252,7 +252,7 @@ def train_rank(prepared: Prepared, start: Saved | None, job: Job | None) -> None
     if dist.get_rank() == 0:
         reporter = _reporter(prepared, start.step if start else 0, header)
     where.doing = ""
-    tally = Tally()
+    tally = StepAverages()
     try:
         last = _steps(trainer, run, start, reporter, tally)
         peak = peak_memory_bytes()
@@ -286,7 +286,7 @@ def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
     if run.out is not None:
         text = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
         Path(run.out).mkdir(parents=True, exist_ok=True)
-        write_aside(Path(run.out, "run.yaml"), text)
+        atomic_write(Path(run.out, "run.yaml"), text)
     print(header, flush=True)
     length = run.data.sequence_length
     return Reporter(
@@ -303,24 +303,24 @@ def _show_beside(run: Run, report: Report) -> None:
     """Prints the plan beside the run, and writes it where there is a folder."""
     from rich.console import Console
 
-    from fivefold.report.beside_tables import beside_report
     from fivefold.report.plan_tables import WIDTH
+    from fivefold.report.plan_vs_run_tables import beside_report
 
     # A pipe has no width of its own.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print("", *beside_report(report), sep="\n")
     if run.out is not None:
-        write_aside(Path(run.out, "report.json"), json.dumps(report, indent=2) + "\n")
+        atomic_write(Path(run.out, "report.json"), json.dumps(report, indent=2) + "\n")
 
 
 def _steps(
-    trainer: Trainer, run: Run, start: Saved | None, reporter: Reporter | None, tally: Tally
+    trainer: Trainer, run: Run, start: Saved | None, reporter: Reporter | None, tally: StepAverages
 ) -> StepMetrics:
     """Train to the end of the run; returns what the last step did."""
-    from fivefold.train import checkpoint
-    from fivefold.train.watch import Watch
+    from fivefold.train.checkpoint import checkpoint
+    from fivefold.train.timeline import TimelineRecorder
 
-    watch = Watch(run, trainer.axes, finished_steps=start.step if start else 0)
+    watch = TimelineRecorder(run, trainer.axes, finished_steps=start.step if start else 0)
 
     finished, tokens = (start.step, start.tokens) if start else (0, 0)
     skips = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fivefold.errors import UserError
-from fivefold.files import write_aside
+from fivefold.files import atomic_write
 from fivefold.train.runfile import Run
 
 
@@ -42,7 +42,7 @@ class MetricsFile:
         file starts anew."""
         kept = _lines_up_to(path, finished_steps) if finished_steps else []
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(path, "".join(kept))
+        atomic_write(path, "".join(kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:

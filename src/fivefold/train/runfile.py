@@ -168,7 +168,7 @@ def _plan_at(text: str) -> PlanFile | None:
 
 def _refuse_another_job(plan: PlanFile, run: Run, path: str) -> None:
     """UserError where a layout was planned for something else than what the run trains."""
-    if plan.parsed_layout().runs_both_ways:
+    if plan.parsed_layout().is_bidirectional:
         raise UserError(
             f"{path}: schedule={plan.parsed_layout().schedule} can be planned, not run: plan "
             f'with --fix "schedule=1f1b"'

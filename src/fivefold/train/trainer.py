@@ -29,7 +29,7 @@ from fivefold.parallel.sequence import run as sequence
 from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.shards import Shards, materialise
 from fivefold.parallel.tensor import run as tensor
-from fivefold.spans import Spans
+from fivefold.step_trace import Spans
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.failures import where
 from fivefold.train.optimizer import AdamW

@@ -177,7 +177,7 @@ def test_what_no_schedule_can_run_is_refused(arguments: tuple[str, int, int, int
 
 def test_schedules_and_splits_need_no_torch():
     code = (
-        "import sys, fivefold.parallel.pipeline.picture, fivefold.parallel.pipeline.schedules;"
+        "import sys, fivefold.report.schedule_drawing, fivefold.parallel.pipeline.schedules;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

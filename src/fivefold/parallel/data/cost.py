@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Unit, Work, choose, shard_degree
+from fivefold.parallel.workload import FP32, RankWorkload, Unit, choose, shard_degree
 
 
-def transfers(work: Work) -> Iterator[Transfer]:
+def transfers(work: RankWorkload) -> Iterator[Transfer]:
     """Messages of one step."""
     dense, experts, outside = work.units
     for unit in [*dense, *experts]:
@@ -29,7 +29,9 @@ def transfers(work: Work) -> Iterator[Transfer]:
     yield from _sum_replicas(work, [*dense, *experts, *outside])
 
 
-def _sharded_outside(work: Work, embedding: Unit, copy: Unit, head: Unit) -> Iterator[Transfer]:
+def _sharded_outside(
+    work: RankWorkload, embedding: Unit, copy: Unit, head: Unit
+) -> Iterator[Transfer]:
     """What is outside the layers of one stage is one unit.
 
     Where the backward pass follows the head at once its weights are kept for it; an embedding's
@@ -47,12 +49,12 @@ def _is_expert(unit: Unit) -> bool:
     return unit.weights[0][0].is_routed
 
 
-def _is_sharded(work: Work, expert: bool) -> Any:
+def _is_sharded(work: RankWorkload, expert: bool) -> Any:
     """Does ZeRO shard these weights? Experts may have too few replicas to shard over."""
     return (work.layout.zero > 0) & (shard_degree(work.layout, expert) > 1)
 
 
-def _all_reduce(work: Work, unit: Unit) -> Iterator[Transfer]:
+def _all_reduce(work: RankWorkload, unit: Unit) -> Iterator[Transfer]:
     """The gradients of unsharded weights, a message a unit."""
     layout, expert = work.layout, _is_expert(unit)
     size = layout.edp if expert else layout.dp * layout.cp
@@ -63,7 +65,7 @@ def _all_reduce(work: Work, unit: Unit) -> Iterator[Transfer]:
         yield Transfer("dp", "backward", "all_reduce", size, payload, calls, axis=axis)
 
 
-def _sharded(work: Work, parts: list[Unit], count: Any, again: Any) -> Iterator[Transfer]:
+def _sharded(work: RankWorkload, parts: list[Unit], count: Any, again: Any) -> Iterator[Transfer]:
     """Units of sharded weights, each of these parts; `again`: gathered for the backward pass?"""
     layout, m, expert = work.layout, work.micro_batches, _is_expert(parts[0])
     units = count * _is_sharded(work, expert)
@@ -81,7 +83,7 @@ def _sharded(work: Work, parts: list[Unit], count: Any, again: Any) -> Iterator[
     yield Transfer("dp", "backward", "reduce_scatter", size, reduced, reductions, axis=axis)
 
 
-def _sum_replicas(work: Work, units: list[Unit]) -> Iterator[Transfer]:
+def _sum_replicas(work: RankWorkload, units: list[Unit]) -> Iterator[Transfer]:
     """HSDP: the shards are summed over the replicas, in one message a chunk."""
     size = work.layout.dp_replicate
     if np.any(size > 1):

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.parallel.work import FP32, Sizes, Work, choose, shard_degree
+from fivefold.parallel.workload import FP32, RankWorkload, Sizes, choose, shard_degree
 
 MOMENTS_BYTES = 8
 """AdamW's two fp32 moments of an element."""
@@ -47,18 +47,18 @@ class StateBytes:
         return StateBytes(times * self.weights, times * self.gradients, times * self.optimizer)
 
 
-def after_step(work: Work) -> StateBytes:
+def after_step(work: RankWorkload) -> StateBytes:
     """Bytes of the chunks after an optimizer step, their gradients still there."""
     return _sum(work, _after_step)
 
 
-def before_last_backward(work: Work) -> StateBytes:
+def before_last_backward(work: RankWorkload) -> StateBytes:
     """Bytes of the chunks between the last micro-batch's forward and backward pass, when most is
     gathered and not yet reduced. Tests hold it against a run."""
     return _sum(work, _before_last_backward)
 
 
-def _sum(work: Work, bytes_of: Callable[..., StateBytes]) -> StateBytes:
+def _sum(work: RankWorkload, bytes_of: Callable[..., StateBytes]) -> StateBytes:
     dense, experts, outside = work.units
     total = StateBytes(0, 0, 0)
     for units, in_layer in ((dense, True), (experts, True), (outside, False)):
@@ -70,7 +70,7 @@ def _sum(work: Work, bytes_of: Callable[..., StateBytes]) -> StateBytes:
     return total
 
 
-def _after_step(work: Work, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
+def _after_step(work: RankWorkload, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
     stored = choose(sizes.sharded, sizes.padded // shards, sizes.local)
     # Without shards to gather from, a second copy in the compute precision stays.
     copy_bytes = work.element_bytes if work.element_bytes < FP32 else 0
@@ -78,7 +78,9 @@ def _after_step(work: Work, sizes: Sizes, shards: Any, in_layer: bool) -> StateB
     return StateBytes(FP32 * stored + copy, FP32 * stored, MOMENTS_BYTES * sizes.gradient)
 
 
-def _before_last_backward(work: Work, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
+def _before_last_backward(
+    work: RankWorkload, sizes: Sizes, shards: Any, in_layer: bool
+) -> StateBytes:
     state = _after_step(work, sizes, shards, in_layer)
     layout = work.layout
     accumulates = layout.accumulation > 1

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work
+from fivefold.parallel.workload import FP32, RankWorkload
 
 COUNT_BYTES = 8  # an int64 for each expert
 
 
-def transfers(work: Work) -> Iterator[Transfer]:
+def transfers(work: RankWorkload) -> Iterator[Transfer]:
     """Messages of one step."""
     if work.config.moe is None:
         return
@@ -31,7 +31,7 @@ def transfers(work: Work) -> Iterator[Transfer]:
             yield transfer
 
 
-def _messages(work: Work, passes: Any, again: Any) -> Iterator[Transfer]:
+def _messages(work: RankWorkload, passes: Any, again: Any) -> Iterator[Transfer]:
     layout, moe = work.layout, work.config.moe
     assert moe is not None
     tokens = work.tokens // layout.tp  # each tp rank routes its own slice

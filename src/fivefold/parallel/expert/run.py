@@ -46,14 +46,14 @@ class ExpertExchange:
     def __init__(self, axes: Axes) -> None:
         self.ep, self.etp, self.sequence = axes.ep, axes.etp, axes.sequence
         # Without megatron SP the tp ranks hold the same tokens: each routes a slice of them.
-        self.slices = axes.tp.on_behalf_of("ep") if not axes.layout.sp else None
+        self.slices = axes.tp.accounted_as("ep") if not axes.layout.sp else None
 
-    def own_tokens(self, x: Tensor) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
         if self.slices is None or self.slices.size == 1:
             return x
         return _Slice.apply(x, self.slices)
 
-    def all_tokens(self, y: Tensor) -> Tensor:
+    def gather_tokens(self, y: Tensor) -> Tensor:
         if self.slices is None or self.slices.size == 1:
             return y
         return _Unslice.apply(y.contiguous(), self.slices)
@@ -61,28 +61,30 @@ class ExpertExchange:
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         return comm.all_reduce(counts, self.sequence)
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, _Trip]:
-        trip = _Trip(rows.shape[0], counts, self.ep, self.etp)
-        return _Leave.apply(rows, trip), trip
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, DispatchState]:
+        trip = DispatchState(rows.shape[0], counts, self.ep, self.etp)
+        return DispatchStart.apply(rows, trip), trip
 
-    def arrive(self, travelling: tuple[Tensor, _Trip]) -> tuple[Tensor, list[int], _Trip]:
+    def arrive(
+        self, travelling: tuple[Tensor, DispatchState]
+    ) -> tuple[Tensor, list[int], DispatchState]:
         rows, trip = travelling
-        rows = _Arrive.apply(rows, trip)
+        rows = DispatchWait.apply(rows, trip)
         if self.etp.size > 1:
             rows = _GatherRows.apply(rows, self.etp, trip.gathered)
         if trip.by_expert is not None:
             rows = rows.index_select(0, trip.by_expert)
         return rows, trip.local_counts, trip
 
-    def combine(self, rows: Tensor, state: _Trip) -> Tensor:
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         if state.by_expert is not None:
             rows = rows.index_select(0, state.by_expert.argsort())
         if self.etp.size > 1:
             rows = _SumRows.apply(rows, self.etp, state.gathered)
-        return _Return.apply(rows, state)
+        return Combine.apply(rows, state)
 
 
-class _Trip:
+class DispatchState:
     """How many rows go where in one dispatch, and how the arrived ones are put in order."""
 
     def __init__(self, owned: int, counts: Tensor, ep: Axis, etp: Axis) -> None:
@@ -115,15 +117,16 @@ class _Trip:
         return rows
 
 
-class _Leave(torch.autograd.Function):
-    """Rows begin to travel from the tokens' rank to the experts' ranks; until `_Arrive` nothing is
-    in their tensor. In the backward pass `_Arrive` sends the gradients and `_Leave` waits for them.
+class DispatchStart(torch.autograd.Function):
+    """Rows begin to travel from the tokens' rank to the experts' ranks; nothing is in their tensor
+    until `DispatchWait`. In the backward pass `DispatchWait` sends the gradients and
+    `DispatchStart` waits for them.
 
     What is computed between the two in the forward pass, autograd computes between them backward,
     for it runs first what was recorded last. So messages travel beside it either way."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
         ctx.trip = trip
         out, trip.under_way = comm.start_all_to_all_rows(
             rows, trip.ep, trip.send, trip.receive, trip.owned
@@ -135,11 +138,11 @@ class _Leave(torch.autograd.Function):
         return ctx.trip.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class DispatchWait(torch.autograd.Function):
     """The rows are there."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
         ctx.trip = trip
         trip.wait()
         return rows.view_as(rows)
@@ -150,14 +153,14 @@ class _Arrive(torch.autograd.Function):
         _, trip.under_way = comm.start_all_to_all_rows(
             grad, trip.ep, trip.receive, trip.send, trip.owned
         )
-        return grad, None  # of the right shape; `_Leave` has the gradient that comes
+        return grad, None  # of the right shape; `DispatchStart` has the gradient that comes
 
 
-class _Return(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     """Rows travel back."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
         ctx.trip = trip
         return comm.all_to_all_rows(rows, trip.ep, trip.receive, trip.send, trip.owned)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.layout.actions import Action
-from fivefold.model.parameters import put_off
+from fivefold.model.parameters import deferred_weight_grads
 from fivefold.model.transformer import MicroBatch, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
@@ -53,7 +53,9 @@ class _Progress:
     sums: StepSums
     weights_left: dict[int, int]  # by stage, micro-batches whose weight gradients are to come
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    put_off: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    deferred_weight_grads: dict[tuple[int, int], list[Callable[[], None]]] = field(
+        default_factory=dict
+    )
     arriving: dict[Action, Pending] = field(default_factory=dict)  # by the action that waits
     handed_over: dict[Action, Tensor] = field(default_factory=dict)  # by the action that made it
     leaving: list[Pending] = field(default_factory=list)
@@ -137,7 +139,9 @@ class PipelineRank:
     def _input_gradient(self, step: Step) -> None:
         _, stage, micro_batch = step.action
         self.data[stage].begin_backward(last_micro_batch=False, weights=False)
-        with put_off(self._now.put_off.setdefault((stage, micro_batch), [])):
+        with deferred_weight_grads(
+            self._now.deferred_weight_grads.setdefault((stage, micro_batch), [])
+        ):
             self._through(step)
 
     @torch.no_grad()  # as in autograd's own backward pass
@@ -145,7 +149,7 @@ class PipelineRank:
         _, stage, micro_batch = action
         data = self.data[stage]
         data.begin_backward(last_micro_batch=self._is_last_for_weights(action))
-        work = self._now.put_off.pop((stage, micro_batch))
+        work = self._now.deferred_weight_grads.pop((stage, micro_batch))
         work.reverse()
         while work:  # each piece lets go of what it has kept
             work.pop()()

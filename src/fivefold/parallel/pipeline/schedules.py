@@ -124,7 +124,7 @@ class _Row:
         self.actions: list[Action] = []
         self.pairs: set[int] = set()
         self.done: Counter[tuple[str, int]] = Counter()
-        self.put_off: deque[tuple[int, int]] = deque()
+        self.deferred_weight_grads: deque[tuple[int, int]] = deque()
 
     def run(self, kind: str, chunk: int = 0, times: int = 1) -> None:
         """The next micro-batch's forward ("F"), backward ("B") or input gradient ("I")."""
@@ -134,15 +134,17 @@ class _Row:
             self.done[direction, chunk] += 1
             self.actions.append(Action(kind, self.stages[chunk], micro_batch))
             if kind == "I":
-                self.put_off.append((self.stages[chunk], micro_batch))
+                self.deferred_weight_grads.append((self.stages[chunk], micro_batch))
 
     def weights(self, times: int = 1, chunk: int | None = None) -> None:
         """The weight gradients that have been put off longest; of one chunk, or of any."""
         for _ in range(times):
-            longest = self.put_off[0]
+            longest = self.deferred_weight_grads[0]
             if chunk is not None:
-                longest = next(each for each in self.put_off if each[0] == self.stages[chunk])
-            self.put_off.remove(longest)
+                longest = next(
+                    each for each in self.deferred_weight_grads if each[0] == self.stages[chunk]
+                )
+            self.deferred_weight_grads.remove(longest)
             self.actions.append(Action("W", *longest))
 
     def pair(self, forward: int, backward: int) -> None:
@@ -208,7 +210,7 @@ def _zero_bubble_h1(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
         row.run("I")
         if number >= rank:
             row.weights()
-    row.weights(len(row.put_off))
+    row.weights(len(row.deferred_weight_grads))
     return row
 
 
@@ -241,7 +243,7 @@ def _zero_bubble_v(rank: int, pp: int, vpp: int, micro_batches: int) -> _Row:
         row.run("I", down)
         row.weights(1, down)
     row.weights(rank, up)
-    row.weights(len(row.put_off))
+    row.weights(len(row.deferred_weight_grads))
     row.actions = [action for action in row.actions if action.micro_batch < micro_batches]
     return row
 
@@ -290,7 +292,7 @@ def _dualpipe_row(row: _Row, place: int, places: int, count: int) -> _Row:
     for _ in range(ahead):
         row.weights()
         row.run("I", near)
-    row.weights(len(row.put_off))
+    row.weights(len(row.deferred_weight_grads))
     return row
 
 

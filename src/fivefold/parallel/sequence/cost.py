@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.ledger import Transfer
-from fivefold.parallel.work import FP32, Work, choose
+from fivefold.parallel.workload import FP32, RankWorkload, choose
 
 
-def transfers(work: Work) -> Iterator[Transfer]:
+def transfers(work: RankWorkload) -> Iterator[Transfer]:
     """Messages of one step."""
     layers, recomputed = work.count_layers(), work.count_recomputed()
     passes = work.micro_batches * layers
@@ -31,13 +31,13 @@ def transfers(work: Work) -> Iterator[Transfer]:
         yield from _ring(work, passes, attention_again)
 
 
-def _kv_heads(work: Work) -> Any:
+def _kv_heads(work: RankWorkload) -> Any:
     """kv heads on this rank, repeated for tp and for ulysses when there are too few."""
     kv_heads = np.maximum(work.config.num_kv_heads // work.layout.tp, 1)
     return np.maximum(kv_heads, work.layout.ulysses)
 
 
-def _ulysses(work: Work, passes: Any, attention_again: Any, output_again: Any):
+def _ulysses(work: RankWorkload, passes: Any, attention_again: Any, output_again: Any):
     config, size = work.config, work.layout.ulysses
     heads, kv_heads = config.num_heads // work.layout.tp, _kv_heads(work)
     happens = size > 1
@@ -59,7 +59,7 @@ def _ulysses(work: Work, passes: Any, attention_again: Any, output_again: Any):
             )
 
 
-def _ring(work: Work, passes: Any, attention_again: Any) -> Iterator[Transfer]:
+def _ring(work: RankWorkload, passes: Any, attention_again: Any) -> Iterator[Transfer]:
     """A ring rank has the whole heads that ulysses left it, of ulysses times the tokens."""
     size = work.layout.ring
     hops = size - 1

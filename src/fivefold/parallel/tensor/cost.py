@@ -23,10 +23,10 @@ import numpy as np
 
 from fivefold.ledger import Transfer
 from fivefold.model.config import ModelConfig
-from fivefold.parallel.work import FP32, Work, kv_copies
+from fivefold.parallel.workload import FP32, RankWorkload, kv_copies
 
 
-def transfers(work: Work) -> Iterator[Transfer]:
+def transfers(work: RankWorkload) -> Iterator[Transfer]:
     """Messages of one step."""
     if not np.any(work.layout.tp > 1):
         return
@@ -35,7 +35,7 @@ def transfers(work: Work) -> Iterator[Transfer]:
     yield from _partial_gradients(work)
 
 
-def _sums(work: Work) -> Iterator[Transfer]:
+def _sums(work: RankWorkload) -> Iterator[Transfer]:
     config, layout = work.config, work.layout
     first, last = work.first + work.mtp_layers, work.last + work.mtp_layers
     attention, pairs = work.count_layers(), _pairs(config, work.count_layers)
@@ -95,7 +95,7 @@ def _latent_width(config: ModelConfig) -> int | None:
     return config.mla.q_lora_rank + config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
 
 
-def _loss(work: Work) -> Iterator[Transfer]:
+def _loss(work: RankWorkload) -> Iterator[Transfer]:
     """The loss joins row maxima, then row sums and the labels' logits in one message."""
     size, row_bytes = work.layout.tp, work.tokens * FP32
     calls = work.micro_batches * (work.last + work.mtp_layers) * (size > 1)
@@ -104,7 +104,7 @@ def _loss(work: Work) -> Iterator[Transfer]:
         yield Transfer("tp", "forward", "all_reduce", size, 2 * row_bytes, calls, axis="tp")
 
 
-def _partial_gradients(work: Work) -> Iterator[Transfer]:
+def _partial_gradients(work: RankWorkload) -> Iterator[Transfer]:
     """Whole weights that each tp rank used on a part of the sequence or of the heads: their
     gradients are summed in one message a chunk, over the tp ranks or over the copies."""
     layout = work.layout

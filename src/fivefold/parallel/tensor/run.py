@@ -99,7 +99,7 @@ class _TensorSplit:
         assert axes.dense_mesh is not None
         self.axes, self.shards, self.sp = axes, shards, axes.layout.sp
         if self.sp:
-            sequence = axes.tp.on_behalf_of("sp")
+            sequence = axes.tp.accounted_as("sp")
             self.entry = SequenceEntry(sequence)
             self.leave = partial(sum_to_sequence_slices, axis=sequence)
         else:

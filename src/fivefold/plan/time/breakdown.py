@@ -1,0 +1,92 @@
+"""What a step is made of: the seconds of transfers, passes and ranks, for many layouts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.ledger import Transfer
+from fivefold.parallel.workload import RankWorkload
+from fivefold.plan.time.operations import Numbers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One transfer of the ledger with its time, arrays [n] over layouts."""
+
+    transfer: Transfer
+    seconds: Numbers  # of all its calls in a step
+    exposed: Numbers  # the part that no compute hides
+    waits: Numbers = 0.0  # the part of `seconds` in which a core is free (`cluster.cores`)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, arrays [n]: with exposed messages, and recomputation."""
+
+    forward: Numbers
+    input_gradient: Numbers
+    weight_gradient: Numbers
+
+    @property
+    def backward(self) -> Numbers:
+        return self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds in which a rank waits for messages that cost it no processor time, while others can
+    have its core (`cluster.cores`). Of one micro-batch in all layers, and once a step."""
+
+    forward: Numbers = 0.0
+    backward: Numbers = 0.0
+    once: Numbers = 0.0
+
+
+NO_WAITS = Waits()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one pipeline rank does. Seconds, arrays [n] over layouts."""
+
+    layers: Passes  # of all layers of all its chunks, with all messages
+    outside: Passes  # of the embedding, the head and the loss
+    micro_batches: Numbers  # that go through each chunk
+    chunks: Numbers
+    once: Numbers  # before and after all micro-batches: exposed messages and the optimizer
+    optimizer: Numbers  # part of `once`
+    send: Numbers  # of one message to the next stage
+    rows: list[Row]
+    waits: Waits = NO_WAITS
+    for_experts: Waits = NO_WAITS  # the part of `waits` for the rank with the most tokens
+
+    @property
+    def busy(self) -> Numbers:
+        """Of one micro-batch, both passes."""
+        layers, outside = self.layers, self.outside
+        return layers.forward + layers.backward + outside.forward + outside.backward
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds, arrays [n] over layouts."""
+
+    step: Numbers
+    ranks: dict[str, Rank]  # by role
+
+
+@dataclass(frozen=True)
+class Message:
+    """One transfer of the ledger and what it takes on the network, arrays [n]."""
+
+    transfer: Transfer
+    total: Numbers  # seconds of all calls of a step
+    waits: Numbers = 0.0  # beside `total`, of all calls: in which a core is free
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one pipeline rank holds and sends, which no constant of a device changes."""
+
+    work: RankWorkload
+    messages: list[Message]
