@@ -131,7 +131,7 @@ def test_a_wrong_command_line_exits_with_2_and_no_traceback(capsys, arguments):
     ("text", "arguments", "expected"),
     [
         (RUN + "stepz: 3\n", [], "unknown key stepz; did you mean steps?"),
-        (RUN + "steps: [1\n", [], "not valid YAML, line 9"),
+        (RUN + "steps: [1\n", [], "not valid YAML, line 8"),
         (RUN.replace("10", "ten"), [], 'steps must be a whole number, and is "ten"'),
         (RUN, ["--set", "steps"], "--set steps: write it as key=value"),
         (RUN, ["--set", "optimizer.lr=x"], 'optimizer.lr must be a number, and is "x"'),

@@ -12,7 +12,7 @@ import typer
 
 from fivefold import __version__
 from fivefold.errors import UserError
-from fivefold.files import atomic_write
+from fivefold.files import atomic_write, is_yaml
 from fivefold.malloc_env import reexec_with_malloc_settings
 
 if TYPE_CHECKING:
@@ -461,7 +461,7 @@ def train(
       fivefold train examples/first-run.yaml --steps 5 --timeline run.pftrace
       torchrun --nproc-per-node 8 -m fivefold train examples/first-run.yaml
     """
-    from fivefold.train.runfile import is_yaml, load_run
+    from fivefold.train.runfile import load_run
 
     if cluster is not None and is_yaml(cluster):
         cluster = os.path.abspath(cluster)

@@ -167,7 +167,7 @@ def test_a_file_is_a_cluster(tmp_path: Path) -> None:
         ("h100:8x450GB/s,16xmesh50GB/s", "a mesh must be the first tier"),
         ("989,80GB,3TB/s:8x450GB/s", "is no device: write its name, or"),
         ("h100:8x450GB/s", "reaches 8 devices, not 64: take 8 or fewer"),
-        ("none.yaml", "there is no cluster file none.yaml"),
+        ("none.yaml", "none.yaml: there is no such cluster file"),
     ],
 )
 def test_a_wrong_name_or_line_is_refused_with_what_would_work(text: str, message: str) -> None:
@@ -191,8 +191,8 @@ def test_a_wrong_name_or_line_is_refused_with_what_would_work(text: str, message
         ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, latency_us: 3}]", "3 numbers"),
         ("device: {name: X}\ntiers: [{name: a, bandwidth_gb_s: 1}]", "'memory_bytes' is missing"),
         ("- 1", "must be a mapping"),
-        ("a: [", "is no YAML"),
-        ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
+        ("a: [", "the cluster file is not valid YAML, line 1"),
+        ("a: !!python/object/apply:os.getcwd []", "the cluster file is not valid YAML, line 1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_name_of_the_key(

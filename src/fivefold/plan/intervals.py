@@ -16,8 +16,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fivefold.files import read_yaml
 from fivefold.layout.notation import Layout
 from fivefold.plan.engines import Job
 
@@ -29,7 +28,9 @@ Interval = tuple[float, float]
 @lru_cache(maxsize=1)
 def errors() -> dict[str, Any]:
     """What is known of the errors. Keys: see the top of the file itself."""
-    return yaml.safe_load(ERRORS.read_text(encoding="utf-8"))
+    found = read_yaml(ERRORS, "file of errors")
+    assert isinstance(found, dict)
+    return found
 
 
 def kinds(job: Job, layout: Layout) -> tuple[str, ...]:
