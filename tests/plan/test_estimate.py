@@ -14,9 +14,10 @@ from fivefold.model.counts import flops_per_token
 from fivefold.model.huggingface.presets import config_from_dimensions, load_model
 from fivefold.parallel.cost import ledger
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import SIMULATED_ROUNDS, estimate, simulate
+from fivefold.plan.estimate import estimate
 from fivefold.plan.memory.states import estimate_memory
 from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.stages import SIMULATED_ROUNDS, simulate
 from fivefold.plan.time.step import estimate_time
 
 DENSE = config_from_dimensions("hidden=4096,layers=24,heads=32,kv_heads=8,ffn=14336,vocab=128256")
@@ -74,7 +75,7 @@ def test_long_steps_are_simulated_in_part_with_the_same_result(monkeypatch):
     job, layout = case(DENSE, "tp4 sp pp4 vpp2 dp2 zero1")
     assert layout.accumulation > 2 * SIMULATED_ROUNDS * layout.pp
     in_part = simulate(job, [layout])[0].step_s
-    monkeypatch.setattr("fivefold.plan.estimate.SIMULATED_ROUNDS", 10**6)
+    monkeypatch.setattr("fivefold.plan.time.stages.SIMULATED_ROUNDS", 10**6)
     assert simulate(job, [layout])[0].step_s == pytest.approx(in_part, rel=1e-9)
 
 
@@ -83,8 +84,8 @@ def test_a_heavier_stage_slows_the_whole_pipeline():
     uneven = replace(even, layers=(3, 3, 3, 9, 1, 1, 1, 3))
     assert estimate(job, uneven).step_time_s > 1.2 * estimate(job, even).step_time_s
     stages = estimate(job, uneven).stages
-    assert [stage["layers"] for stage in stages] == [[n] for n in uneven.layers or ()]
-    assert stages[3]["forward_s"] / stages[2]["forward_s"] == pytest.approx(9 / 3, rel=0.01)
+    assert [stage.layers for stage in stages] == [[n] for n in uneven.layers or ()]
+    assert stages[3].forward_s / stages[2].forward_s == pytest.approx(9 / 3, rel=0.01)
 
 
 def test_rates_follow_from_the_step_time():
@@ -125,7 +126,7 @@ def test_the_placement_names_the_tiers_that_each_split_crosses():
 def test_the_worst_stage_has_the_peak():
     job, layout = case(DENSE, "tp2 sp pp4 dp4 zero1")
     each = estimate(job, layout)
-    totals = [sum(stage["memory_bytes"].values()) for stage in each.stages]
+    totals = [sum(stage.memory_bytes.values()) for stage in each.stages]
     assert each.worst_stage == totals.index(max(totals))
     assert each.peak_memory_bytes == pytest.approx(max(totals))
     assert sum(each.memory_bytes.values()) == pytest.approx(max(totals))

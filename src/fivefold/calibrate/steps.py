@@ -19,9 +19,9 @@ from fivefold.cluster.cores import ProcessOverhead
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
 from fivefold.plan.engines import ENGINES, Job
-from fivefold.plan.estimate import number, simulate
 from fivefold.plan.memory.states import KINDS, stage_memory
 from fivefold.plan.time.shared_cores import kind_of
+from fivefold.plan.time.stages import scalar, simulate
 
 SEQUENCE_LENGTH, GLOBAL_BATCH, VOCABULARY = 256, 8, 1024
 STEPS = {"dense": 10, "mixture": 10, "larger": 7}
@@ -183,12 +183,12 @@ def planned(cluster: Cluster, model: str, text: str) -> Planned:
     calls: dict[str, float] = {}
     for row in rank.rows:
         kind = kind_of(row.transfer)
-        calls[kind] = calls.get(kind, 0.0) + number(row.transfer.calls)
-    m, waits = number(rank.micro_batches), rank.waits
+        calls[kind] = calls.get(kind, 0.0) + scalar(row.transfer.calls)
+    m, waits = scalar(rank.micro_batches), rank.waits
     return Planned(
-        busy_s=m * number(rank.busy) + number(rank.once),
-        wait_s=m * number(waits.forward + waits.backward) + number(waits.once),
-        optimizer_s=number(rank.optimizer),
+        busy_s=m * scalar(rank.busy) + scalar(rank.once),
+        wait_s=m * scalar(waits.forward + waits.backward) + scalar(waits.once),
+        optimizer_s=scalar(rank.optimizer),
         calls=calls,
     )
 

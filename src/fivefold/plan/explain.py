@@ -19,8 +19,9 @@ from fivefold.layout.batch import LayoutBatch, alike
 from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Estimate, simulate
+from fivefold.plan.estimate import Estimate
 from fivefold.plan.memory.states import estimate_memory
+from fivefold.plan.time.stages import simulate
 from fivefold.text import product
 
 USUAL_ORDER = ("tp", "sp", "ep", "pp", "dp")

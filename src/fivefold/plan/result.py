@@ -267,7 +267,7 @@ def _scaled(each: Estimate, factor: float, low: float, high: float) -> Estimate:
         **{name: getattr(each, name) / factor for name in rates},
         seconds={name: seconds * factor for name, seconds in each.seconds.items()},
         stages=[
-            {**stage, **{name: stage[name] * factor for name in ("forward_s", "backward_s")}}
+            replace(stage, forward_s=stage.forward_s * factor, backward_s=stage.backward_s * factor)
             for stage in each.stages
         ],
         ledger=[
@@ -305,7 +305,7 @@ def _layout(question: PlanRequest, each: Estimate) -> Answer:
         "verdict": each.verdict,
         "memory_bytes": each.memory_bytes,
         "seconds": each.seconds,
-        "stages": each.stages,
+        "stages": [asdict(stage) for stage in each.stages],
         "ledger": [asdict(row) for row in each.ledger],
         "placement": each.placement,
         "training_hours": hours,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fivefold.layout.notation import Layout
 from fivefold.parallel.pipeline import schedules, simulation
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Stages, number, simulate
+from fivefold.plan.time.stages import Stages, scalar, simulate
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,16 @@ class PlannedStep:
 def planned_step(job: Job, layout: Layout) -> PlannedStep:
     """All actions of a legal layout's step, with the seconds that its estimate is made of."""
     stages = simulate(job, [layout])[0].stages
-    forward_s, backward_s, weight_s = stages.by_stage()
-    send_s = number(stages.time.ranks["middle"].send)
+    forward_s, backward_s, weight_s = (
+        seconds.tolist() for seconds in (stages.forward_s, stages.backward_s, stages.weight_s)
+    )
     table = schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     ranks = range(layout.pp)
     return PlannedStep(
-        simulation.simulate(table, forward_s, backward_s, send_s, weight_s=weight_s),
-        send_s,
+        simulation.simulate(table, forward_s, backward_s, stages.send_s, weight_s=weight_s),
+        stages.send_s,
         [_afterwards(stages, rank) for rank in ranks],
-        [number(stages.time.ranks[stages.role_of(rank)].optimizer) for rank in ranks],
+        [scalar(stages.rank(rank).optimizer) for rank in ranks],
     )
 
 
@@ -50,10 +51,10 @@ def _afterwards(stages: Stages, rank: int) -> list[Afterwards]:
     """What a rank waits for besides actions: sums of gradients, and whatever the optimizer sends.
     (When in the step a gather of weights is waited for, the plan does not say.)"""
     made = []
-    for row in stages.time.ranks[stages.role_of(rank)].rows:
+    for row in stages.rank(rank).rows:
         transfer = row.transfer
-        exposed_s = number(row.exposed)
+        exposed_s = scalar(row.exposed)
         if exposed_s > 0 and (transfer.split == "dp" or transfer.phase == "optimizer"):
-            payload = number(transfer.total_bytes)
+            payload = scalar(transfer.total_bytes)
             made.append(Afterwards(transfer.split, transfer.phase, transfer.op, payload, exposed_s))
     return made

@@ -14,7 +14,7 @@ from fivefold.model.huggingface.presets import config_from_dimensions, load_mode
 from fivefold.parallel.cost import ledger
 from fivefold.plan import planfile
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Estimate, estimate, simulate
+from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.explain import reasons, refit
 from fivefold.plan.planfile import PlanFile
 from fivefold.plan.search.layer_balance import (
@@ -24,6 +24,7 @@ from fivefold.plan.search.layer_balance import (
     ends_in_layers,
 )
 from fivefold.plan.search.search import Constraints, search
+from fivefold.plan.time.stages import simulate
 
 WIDE = config_from_dimensions("hidden=2048,layers=24,heads=16,kv_heads=8,ffn=5632,vocab=256000")
 """A head that weighs as much as thirteen layers."""
@@ -49,8 +50,8 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     assert layers is not None and sum(layers) == 24
     assert layers[-1] < min(layers[:-1])
     assert after.step_time_s < 0.9 * even.step_time_s
-    assert [stage["layers"] for stage in after.stages] == [[count] for count in layers]
-    slowest = [max(s["forward_s"] + s["backward_s"] for s in e.stages) for e in (even, after)]
+    assert [stage.layers for stage in after.stages] == [[count] for count in layers]
+    slowest = [max(s.forward_s + s.backward_s for s in e.stages) for e in (even, after)]
     assert slowest[1] < slowest[0]
 
 
@@ -94,7 +95,7 @@ def test_llama_405b_keeps_the_published_split():
     """126 layers on 16 stages: one less at both ends (arXiv:2407.21783, section 3.3.2)."""
     _, after = before_and_after(job("llama-3.1-405b", 1024, 512), "tp8 sp pp16 zero1")
     assert after.layout.layers is None
-    assert [sum(stage["layers"]) for stage in after.stages] == [7, *[8] * 14, 7]
+    assert [sum(stage.layers) for stage in after.stages] == [7, *[8] * 14, 7]
 
 
 def test_a_list_that_does_not_fit_is_left_out():
@@ -114,7 +115,7 @@ def test_the_ends_are_weighed_in_layers():
     weights = WIDE.vocab_size * WIDE.hidden_size / (4 * 2048**2 * 0.75 + 3 * 2048 * 5632)
     assert 0 < first < 1 < last
     assert last == pytest.approx(weights, rel=0.3)
-    assert layer_s * 8 == pytest.approx(simulated.stages.rank_s(1) * 8 / 6)
+    assert layer_s * 8 == pytest.approx(simulated.stages.passes_s(1).sum() * 8 / 6)
 
 
 def test_chunks_of_a_rank_share_out_its_layers():

@@ -12,7 +12,6 @@ from fivefold.layout.legality import check, legal
 from fivefold.layout.notation import Layout
 from fivefold.model.huggingface.presets import config_from_dimensions, load_model
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import simulate
 from fivefold.plan.memory.states import FITS, estimate_memory
 from fivefold.plan.search import search as searching
 from fivefold.plan.search.candidates import Choices, every_layout
@@ -28,6 +27,7 @@ from fivefold.plan.search.search import (
     smallest_gpus,
 )
 from fivefold.plan.time.constants import Constants
+from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 
 DENSE = config_from_dimensions("hidden=4096,layers=16,heads=32,kv_heads=8,ffn=14336,vocab=128256")

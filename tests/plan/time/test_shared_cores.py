@@ -14,11 +14,12 @@ from fivefold.model.config import load_config
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate as simulate_alone
 from fivefold.plan.engines import ENGINES, Job
-from fivefold.plan.estimate import Estimate, estimate, simulate
+from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.search.search import Constraints, search
 from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import layer_operations
 from fivefold.plan.time.shared_cores import simulate as simulate_shared
+from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 from tests.parallel.dry import TINY
 from tests.plan.cores import cluster
@@ -156,7 +157,8 @@ def test_a_long_step_goes_on_at_the_pace_of_its_first_rounds(text):
     layout = parse(text)
     asked = job(layout.world_size, layout.global_batch)
     [found] = simulate(asked, [layout])
-    rows, stages = found.stages.by_stage(), found.stages
+    stages = found.stages
+    rows = stages.forward_s, stages.backward_s, stages.weight_s
     table = build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     waits = {kind: [0.0] * layout.stages for kind in "FBIW"}
     roles = [stages.time.ranks[stages.role_of(stage % layout.pp)] for stage in range(layout.stages)]

@@ -14,8 +14,8 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Simulated, simulate
 from fivefold.plan.memory.states import KINDS, stage_memory
+from fivefold.plan.time.stages import Simulated, simulate
 
 TIE_TOLERANCE = 0.005
 """Share of a step that does not pay for a more intricate layout, such as one with a list of
@@ -87,11 +87,11 @@ def ends_in_layers(simulated: Simulated) -> tuple[float, float, float]:
     stages = simulated.stages
     pp = stages.layout.pp
     inner = stages.rank_of("middle") if pp > 2 else 0
-    outside = stages.outside(stages.role_of(inner))
-    inner_s = stages.rank_s(inner) - outside.forward - outside.backward
-    layer_s = inner_s / sum(stages.rank_counts(inner))
+    inner_s = float(stages.passes_s(inner).sum() - stages.outside_s(inner).sum())
+    layer_s = inner_s / sum(stages.layers_of(inner))
     first, last = (
-        stages.rank_s(rank) / layer_s - sum(stages.rank_counts(rank)) for rank in (0, pp - 1)
+        float(stages.passes_s(rank).sum()) / layer_s - sum(stages.layers_of(rank))
+        for rank in (0, pp - 1)
     )
     return first, last, layer_s
 

@@ -34,7 +34,7 @@ from fivefold.errors import UserError
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import ORDER, Layout
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Estimate, estimate, simulate
+from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.memory.states import FITS, estimate_memory
 from fivefold.plan.search.candidates import (
     ORDERS,
@@ -50,6 +50,7 @@ from fivefold.plan.search.layer_balance import TIE_TOLERANCE, balanced
 from fivefold.plan.search.lower_bound import Bound
 from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import Numbers
+from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 
 T = TypeVar("T")
