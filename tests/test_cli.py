@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,15 @@ import pytest
 from fivefold import __version__
 from fivefold.cli import main
 from fivefold.errors import UserError
+from fivefold.interop import EXPORTERS
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
+from fivefold.plan.engines import ENGINES, PRODUCT_BYTES
+from fivefold.plan.search.search import OBJECTIVES
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.runfile import Run
 from tests.report.test_timeline import read as read_timeline
+
+COMMANDS = ["plan", "export", "calibrate", "train", "check", "trace", "layout", "schedule"]
 
 RUN = """
 model: config.json
@@ -38,7 +44,7 @@ def engine(monkeypatch):
     """Stands in for training and checking, which other tests run: what the command line calls."""
 
     def replace(name, function):
-        module = ModuleType(f"fivefold.train.{name}")
+        module = ModuleType({"loop": "fivefold.train.loop", "check": "fivefold.verify.check"}[name])
         setattr(module, name.replace("loop", "train"), function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -61,11 +67,29 @@ def test_help_and_version_need_no_command(capsys):
     assert capsys.readouterr().out == f"fivefold {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["plan", "export", "train", "check", "layout"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(capsys, command):
     assert main([command, "--help"]) == 0
     help_text = capsys.readouterr().out
     assert "Examples:" in help_text and f"\n    fivefold {command} " in help_text
+
+
+def test_help_groups_options_by_topic_and_names_every_choice(capsys):
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    topics = ["Arguments", "Model", "Cluster", "Batch and precision", "What to search"]
+    topics += ["Memory and engine", "Output", "Other options"]
+    assert [line[:-1] for line in text.splitlines() if line[:1].isalpha()][1:] == topics
+    assert main(["export", "--help"]) == 0
+    words = set(re.findall(r"\w+", text + capsys.readouterr().out))
+    assert {*ENGINES, *PRODUCT_BYTES, *OBJECTIVES, *EXPORTERS} <= words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_described_in_a_sentence(capsys, command):
+    assert main([command, "--help"]) == 0
+    described = re.findall(r"^  --\S+.*?  +(\S.*)", capsys.readouterr().out, re.MULTILINE)
+    assert described and all(sentence[0].isupper() for sentence in described), described
 
 
 @pytest.mark.parametrize(
@@ -527,7 +551,7 @@ def test_schedule_names_what_it_knows(capsys):
         (["1f1b", "--weight-s", "3"], "--weight-s 3 is a part of the backward"),
         (["1f1b", "--forward-s", "inf"], "inf is no number of seconds"),
         (["1f1b", "--svg", "none/a.svg"], "cannot write none/a.svg"),
-        (["1f1b", "--overlapped-s", "3"], "dualpipe and dualpipe-v have some"),
+        (["1f1b", "--overlapped-s", "3"], "dualpipe and dualpipe-v do"),
         (["interleaved", "--vpp", "1"], "interleaved is 1f1b with 2 or more stages a rank"),
         (["examples/own-schedule.csv", "--pp", "9"], "is a table with pp 2, not 9"),
         (["examples/own-schedule.csv", "--micro-batches", "99"], "with micro batches"),

@@ -77,9 +77,10 @@ def test_a_plan_for_here_is_made_with_the_file_and_its_number_of_processes(
 
 
 def test_here_and_another_cluster_are_refused() -> None:
-    from fivefold.cli import plan
+    from fivefold.cli.plan import PlanOptions, plan
 
-    assert "--cluster dgx-h100" in refusal(plan, "llama-3.1-8b", "dgx-h100", True)
+    options = PlanOptions(model="llama-3.1-8b", cluster="dgx-h100", here=True)
+    assert "--cluster dgx-h100" in refusal(plan, options)
 
 
 def test_processes_of_torchrun_join_and_rank_0_writes(tmp_path: Path) -> None:

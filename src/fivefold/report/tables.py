@@ -272,6 +272,19 @@ def layout_table(layout: Layout) -> Table:
     return table
 
 
+def layout_report(layout: Layout) -> dict[str, Any]:
+    """Plain data, as `--json` prints it."""
+    listed = layout.world_size <= LARGEST_LISTED
+    return {
+        "layout": str(layout),
+        "meaning": layout.describe(),
+        "world_size": layout.world_size,
+        "global_batch": layout.global_batch,
+        "degrees": degrees(layout),
+        "groups": {axis: ranks.groups(layout, axis).tolist() for axis in AXES if listed},
+    }
+
+
 def degrees(layout: Layout) -> dict[str, int]:
     """Every degree of a layout, by the name of its axis."""
     return {axis: getattr(layout, axis) for axis in (*AXES, "dp_replicate", "dp_shard", "cp")}

@@ -1,0 +1,102 @@
+"""`fivefold train`."""
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Overrides, RunFile, RunLayout
+from fivefold.files import is_yaml
+
+OUTPUT = "Output"
+
+
+def train(
+    run_file: RunFile,
+    layout: RunLayout = None,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            help="Optimizer steps to train, e.g. 20.  [default: from the run file]",
+            rich_help_panel="What to run",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Resume from the newest checkpoint, or start anew.  [default: from the run file]",
+            rich_help_panel="What to run",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Output folder, e.g. runs/a.  [default: from the run file]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Cluster to predict the run for: a name, a cluster file, or numbers."
+            "  [default: this machine, if calibrated]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Write what every rank computed and sent, to open in https://ui.perfetto.dev.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    timeline_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--timeline-steps",
+            metavar="N",
+            help="Steps to record in the timeline, after the first.  [default: 3]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Train the model of a run file, split as its layout says.
+
+    Starts the local processes itself. Under torchrun it uses the processes that torchrun started.
+
+    \b
+    Examples:
+      fivefold train examples/first-run.yaml
+      fivefold train examples/first-run.yaml --layout "tp2 pp2" --steps 20
+      fivefold train examples/dp.yaml --set optimizer.lr=3e-4 --set data.sequence_length=128
+      fivefold train examples/first-run.yaml --steps 5 --timeline run.pftrace
+      torchrun --nproc-per-node 8 -m fivefold train examples/first-run.yaml
+    """
+    from fivefold.train.runfile import load_run
+
+    if cluster is not None and is_yaml(cluster):
+        cluster = os.path.abspath(cluster)
+    options = {
+        "checkpoint.resume": resume,
+        "cluster": cluster,
+        "timeline": None if timeline is None else os.path.abspath(timeline),
+        "timeline_steps": timeline_steps,
+    }
+    overrides = list(overrides or [])
+    overrides += [f"{key}={json.dumps(x)}" for key, x in options.items() if x is not None]
+    run = load_run(run_file, layout, overrides, steps, out)
+
+    from fivefold.train.loop import train as train_run
+
+    train_run(run)
