@@ -191,30 +191,30 @@ DP, ZeRO 3 | weights of a layer | dp forward,backward all_gather | n | e*W | m*L
  | gradients, as ZeRO 2 | dp backward reduce_scatter | n | 4*W | m*L | zero3
 HSDP | shards of all gradients | dp optimizer all_reduce | dp_replicate | 4*(L*W + O)/n | 1 | hsdp
 PP | hidden states, their gradients | pp forward,backward send | 2 | B | m | pipeline
- | the same with SP | pp forward,backward send | 2 | B/t | m | five
+ | the same with sp | pp forward,backward send | 2 | B/t | m | five
  | gradient of a tied embedding | pp optimizer all_reduce | 2 | 4*V*h/t | 1 | pipeline
 TP | sums after attention, MLP, embedding | tp forward all_reduce | t | B | m*(2*L + 1) | tensor
  | sums before attention, MLP, head | tp backward all_reduce | t | B | m*(2*L + 1) | tensor
  | loss: row maxima | tp forward all_reduce | t | 4*T | m | tensor
  | loss: sums and target logits | tp forward all_reduce | t | 8*T | m | tensor
  | gradient of the routers | tp optimizer all_reduce | t | 4*L*E*h | 1 | etp
-megatron SP | into attention, MLP, head | sp forward all_gather | t | B | m*(2*L + 1) | sp
- | out of attention, MLP, embedding | sp forward reduce_scatter | t | B | m*(2*L + 1) | sp
- | gradients, and the inputs again | sp backward all_gather | t | B | m*(4*L + 2) | sp
- | gradients of the inputs | sp backward reduce_scatter | t | B | m*(2*L + 1) | sp
- | gradients of the norms | sp optimizer all_reduce | t | 4*(2*L + 1)*h | 1 | sp
-SP ulysses | queries, output | sp forward,backward all_to_all | u | B*q/(h*t) | 2*m*L | ulysses
- | keys, values | sp forward,backward all_to_all | u | B*kv/(h*t) | 2*m*L | ulysses
-SP ring | keys and values | sp forward,backward send | r | 2*B*kv/(h*t) | m*L*(r - 1) | ring
- | their gradients, in fp32 | sp backward send | r | 2*B*kv/(h*t)*4/e | m*L*(r - 1) | ring
-SP usp | more tokens, fewer heads | sp forward,backward send | r | 2*B*kv/(h*t) | m*L*(r - 1) | usp
+TP (sp) | into attention, MLP, head | tp forward all_gather | t | B | m*(2*L + 1) | sp
+ | out of attention, MLP, embedding | tp forward reduce_scatter | t | B | m*(2*L + 1) | sp
+ | gradients, and the inputs again | tp backward all_gather | t | B | m*(4*L + 2) | sp
+ | gradients of the inputs | tp backward reduce_scatter | t | B | m*(2*L + 1) | sp
+ | gradients of the norms | tp optimizer all_reduce | t | 4*(2*L + 1)*h | 1 | sp
+CP ulysses | queries, output | cp forward,backward all_to_all | u | B*q/(h*t) | 2*m*L | ulysses
+ | keys, values | cp forward,backward all_to_all | u | B*kv/(h*t) | 2*m*L | ulysses
+CP ring | keys and values | cp forward,backward send | r | 2*B*kv/(h*t) | m*L*(r - 1) | ring
+ | their gradients, in fp32 | cp backward send | r | 2*B*kv/(h*t)*4/e | m*L*(r - 1) | ring
+CP usp | more tokens, fewer heads | cp forward,backward send | r | 2*B*kv/(h*t) | m*L*(r - 1) | usp
 EP | tokens to experts, and back | ep forward,backward all_to_all | ep | k*B/t | 2*m*L | expert
  | how many tokens | ep forward all_to_all | ep | 8*E | m*L | expert
  | balance statistics | ep forward all_reduce | c*t | 4*b*E | m*L | five
 EP, etp = tp | arrived tokens, gathered | ep forward,backward all_gather | t | k*B | m*L | etp
  | partial results, summed | ep forward,backward reduce_scatter | t | k*B | m*L | etp
  | how many tokens | ep forward all_gather | t | 8*E*t | m*L | etp
-EP in TP, no SP | slices, joined | ep forward,backward all_gather | t | B | m*L | etp
+EP in TP, no sp | slices, joined | ep forward,backward all_gather | t | B | m*L | etp
 all | loss, tokens, balance loss, squared norm | world optimizer all_reduce | N | 32 | 1 | five
 """
 """All transfers: split | what | split, phases, operation in the ledger | group | payload | calls |

@@ -48,10 +48,10 @@ def test_in_a_pipeline_waiting_for_a_stage_or_for_the_last_rank_is_bubble() -> N
 
 def test_a_message_is_noted_when_it_is_issued_and_when_it_is_waited_for() -> None:
     recorder = Recorder(phase="backward")
-    axis = Axis("ring", "sp", (4, 6), 0, None, recorder)
+    axis = Axis("ring", "cp", (4, 6), 0, None, recorder)
     sent = recorder.record(axis, "send", 32)
     assert recorder.spans.messages == [sent]
-    assert (sent.split, sent.phase, sent.op, sent.group_size) == ("sp", "backward", "send", 2)
+    assert (sent.split, sent.phase, sent.op, sent.group_size) == ("cp", "backward", "send", 2)
     assert (sent.payload_bytes, sent.axis, sent.ranks) == (32, "ring", (4, 6))
     assert (sent.wait_s, sent.end_s, sent.exposed_s) == (None, None, 0.0)
     Pending([], lambda: None, sent).wait()  # pyright: ignore[reportArgumentType]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from fivefold.layout.notation import parse
 from fivefold.layout.ranks import dense_ranks, groups
+from fivefold.parallel.context.positions import ring_positions
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate
 from fivefold.parallel.pipeline.table import Schedule
-from fivefold.parallel.sequence.positions import ring_positions
 from fivefold.report.schedule_drawing import COLOURS
 
 FOLDER = Path(__file__).parent

@@ -24,8 +24,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-SPLITS = ("dp", "pp", "tp", "sp", "ep", "world")
-"""Whose traffic it is. `world` is the one tiny message a step that sums loss and norm."""
+SPLITS = ("dp", "pp", "tp", "cp", "ep", "world")
+"""Whose traffic it is; Megatron's sequence parallelism is part of tp. `world` is the one tiny
+message per step that sums loss and norm."""
 PHASES = ("forward", "backward", "optimizer")
 
 

@@ -73,6 +73,19 @@ def test_printing_leaves_out_defaults_and_keeps_one_order():
     assert str(parse(text)) == "tp4 sp dp8 ga16 recompute=full"
 
 
+@pytest.mark.parametrize(
+    "text, printed",
+    [
+        ("tp2 dp2 order=TP > CP > EP > DP > PP", "tp2 dp2"),
+        ("tp2 dp2 order=TP>DP", "tp2 dp2"),
+        ("tp2 pp2 dp2 order=TP > PP > DP", "tp2 pp2 dp2 order=tp-pp-dp-cp-ep"),
+        ("order=PP > DP > EP > CP > TP pp2", "pp2 order=pp-dp-ep-cp-tp"),
+    ],
+)
+def test_an_order_may_be_written_as_a_plan_prints_it(text: str, printed: str):
+    assert str(parse(text)) == printed
+
+
 def test_a_layout_of_defaults_prints_as_dp1():
     assert str(Layout()) == "dp1"
     assert parse("dp1") == parse("") == Layout()
@@ -137,7 +150,7 @@ def test_stated_names_the_tokens_of_the_text_only():
         ("zero4", "zero4 is not a ZeRO stage"),
         ("zero-1", "zero-1 is not a ZeRO stage"),
         ("cp4", "ulyssesN, ringN or both"),
-        ("order=tp-cp-dp-pp", "each of tp, cp, ep, dp, pp once"),
+        ("ep2 dp2 order=tp-cp-dp-pp", "each of tp, cp, ep, dp, pp once"),
         ("order=tp-cp-ep-dp-dp", "each of tp, cp, ep, dp, pp once"),
         ("recompute", "write it like recompute=none|selective|full"),
         ("recompute=all", "none, selective or full"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.parallel.sequence import flash
+from fivefold.parallel.context import flash
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -18,9 +18,9 @@ from fivefold.model import linear
 from fivefold.model.config import ModelConfig
 from fivefold.model.moe import MoE
 from fivefold.parallel.comm import Recorder
+from fivefold.parallel.context import run as sequence
 from fivefold.parallel.expert.run import ExpertExchange
 from fivefold.parallel.mesh import make_axes
-from fivefold.parallel.sequence import run as sequence
 from fivefold.step_trace import Message, Spans, Work
 from fivefold.train.launch import launch
 from fivefold.train.trainer import Trainer
@@ -248,10 +248,10 @@ def test_keys_and_values_travel_beside_attention(monkeypatch: pytest.MonkeyPatch
         return {}
 
     for spans in spans_of(TINY_D, "ring4 mb4", remember):
-        sent = messages(spans, "sp", "forward", "send")
+        sent = messages(spans, "cp", "forward", "send")
         assert len(sent) == 2 * 3 * len(LAYERS)  # 2 micro-batches, 3 of 4 steps
         assert all("attention forward" in beside(spans, message) for message in sent)
-        sent = messages(spans, "sp", "backward", "send")
+        sent = messages(spans, "cp", "backward", "send")
         assert len(sent) == 2 * 6 * len(LAYERS)
         hidden = ["attention backward" in beside(spans, message) for message in sent]
         assert sum(hidden) == 2 * 5 * len(LAYERS)  # but for the last gradients' way home

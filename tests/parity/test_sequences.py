@@ -13,9 +13,9 @@ from torch import Tensor
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.layers import causal_attention
 from fivefold.parallel.comm import Recorder
+from fivefold.parallel.context.positions import context_positions
+from fivefold.parallel.context.run import _merge, ring_attention
 from fivefold.parallel.mesh import make_axes
-from fivefold.parallel.sequence.positions import context_positions
-from fivefold.parallel.sequence.run import _merge, ring_attention
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.launch import launch
 from fivefold.verify.parity import RankRecord, compare, record

@@ -108,7 +108,7 @@ def test_the_ledger_is_that_of_the_runtime():
     stage = each.ledger[0].stage
     rank = stage * layout.world_size // layout.pp
     expected = [t for t in ledger(DENSE, layout, 4096, rank, "bf16") if t.split != "world"]
-    for split in ("tp", "sp", "pp", "dp"):
+    for split in ("tp", "pp", "dp"):
         sent = sum(row.wire_bytes for row in each.ledger if row.split == split)
         assert sent == pytest.approx(sum(t.wire_bytes for t in expected if t.split == split))
 
@@ -117,10 +117,10 @@ def test_the_placement_names_the_tiers_that_each_split_crosses():
     job, layout = case(DENSE, "tp8 sp pp2 dp2 zero1")
     near, far = job.cluster.tiers[0].name, job.cluster.tiers[-1].name
     placement = estimate(job, layout).placement
-    assert placement["sp"] == near
+    assert placement["tp"] == near
     assert placement["pp"] == far
     outside = estimate(job, replace(layout, order=("dp", "pp", "tp", "cp", "ep"))).placement
-    assert outside["sp"] != near
+    assert outside["tp"] != near
 
 
 def test_the_worst_stage_has_the_peak():

@@ -123,7 +123,7 @@ def test_each_split_is_there_for_memory_for_time_or_for_the_batch(costs):
     assert why["pp"].text == "PP 2: without it a device needs 96.0 GB, and has 80 GB to use."
     assert why["pp"].peak_memory_bytes == 96e9
     assert why["tp"].text == "TP 8: without it a step takes 1.31 x as long."
-    assert why["megatron sp"].text == "megatron SP: without it a step takes the same (1.001 x)."
+    assert why["sp"].text == "TP (sp): without it a step takes the same (1.001 x)."
     few = reasons(job(batch=4), layout("tp8 sp pp2", batch=4), LIMIT)
     assert few[1].text == "TP 8: without it dp 32 does not divide the global batch of 4 sequences."
 
@@ -160,10 +160,10 @@ def test_a_split_belongs_to_the_outermost_tier_that_it_crosses():
 
 
 def test_what_is_sent_inside_a_tp_group_counts_as_tp():
-    rows = [row("sp", "nvlink", 9e9, "all_gather"), row("sp", "nvlink", 1e9, "all_to_all")]
+    rows = [row("tp", "nvlink", 9e9, "all_gather"), row("cp", "nvlink", 1e9, "all_to_all")]
     rows += [row("tp", "nvlink", 1e6), row("ep", "nvlink", 2e9, "reduce_scatter")]
     found = found_order(rows, ["nvlink"])
-    assert (found.splits, found.wire_bytes["tp"]) == (["tp", "sp"], 11.001e9)
+    assert (found.splits, found.wire_bytes["tp"]) == (["tp", "cp"], 11.001e9)
 
 
 def test_nothing_is_sent_on_one_device():

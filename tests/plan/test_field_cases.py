@@ -98,7 +98,7 @@ def test_case_53_two_stages_of_tp8_are_faster_than_tp16():
     job = job_of("llama-3.1-70b", 16, 8192, global_batch=16)
     narrow, wide = (estimate(job, of_batch(text, job)) for text in ("tp8 sp pp2", "tp16 sp"))
     assert narrow.step_time_s < wide.step_time_s
-    assert exposed(wide, "sp") > exposed(narrow, "sp")
+    assert exposed(wide, "tp") > exposed(narrow, "tp")
 
 
 def job_of(

@@ -66,12 +66,12 @@ def layout(text: str = "tp8 sp pp2 dp4", **changes: Any) -> dict[str, Any]:
         "seconds": {"compute": 6.0, "exposed_tp": 0.5, "slowed": -1e-9, "bubble": 0.4},
         "stages": [stage(40, 19.0 * GIGA), stage(40, 20.0 * GIGA)],
         "ledger": [
-            ledger_row("sp", "all_gather", 75 * GIGA),
-            ledger_row("sp", "all_gather", 21 * GIGA),
+            ledger_row("tp", "all_gather", 75 * GIGA),
+            ledger_row("tp", "all_gather", 21 * GIGA),
             ledger_row("dp", "reduce_scatter", 3 * GIGA, tier="network"),
             ledger_row("pp", "send", 1 * GIGA, tier="network"),
         ],
-        "placement": {"sp": "nvlink", "dp": "network", "pp": "network"},
+        "placement": {"tp": "nvlink", "dp": "network", "pp": "network"},
         "training_hours": None,
         "device_hours": None,
         "why": [{"split": "pp", "text": "PP 2: without it a device needs 1,204 GB, and has 80."}],
@@ -140,8 +140,8 @@ def answer(**changes: Any) -> dict[str, Any]:
         "layouts": [layout(), layout("tp4 sp pp4 dp4", step_time_s=8.1, verdict="tight")],
         "best_found": None,
         "order": {
-            "tiers": {"tp": "nvlink", "sp": "nvlink", "dp": "network", "pp": "network"},
-            "text": "From the inner tier out: SP > DP > PP, not the usual.",
+            "tiers": {"tp": "nvlink", "cp": "nvlink", "dp": "network", "pp": "network"},
+            "text": "From the inner tier out: TP > DP > PP, not the usual.",
         },
         "neighbours": [
             neighbour("tp / 2", "no"),
@@ -167,7 +167,7 @@ def test_the_report_fits_in_100_columns_and_has_every_part():
         "A checkpoint takes 988 GB; reading the weights, 40.0 GB of a node's memory.",
         "MFU counts causal attention",
         "the first has 45.5%",
-        "SP > DP > PP, not the usual",
+        "TP > DP > PP, not the usual",
         "without it a device needs 1,204 GB",
         "With twice the global batch",
         "note: sequence length",
@@ -215,20 +215,20 @@ def test_of_many_stages_the_ends_and_the_worst_are_shown():
 
 def test_traffic_is_shown_by_split_with_shares_largest_first():
     text = printed(traffic_table(layout(), answer()["order"]))
-    assert line_with(text, "SP", "all-gather") == (
-        "SP all-gather, forward 8 96.0 GB 96.0% nvlink 1.00 s 500 ms"
+    assert line_with(text, "TP", "all-gather") == (
+        "TP (sp) all-gather, forward 8 96.0 GB 96.0% nvlink 1.00 s 500 ms"
     )
     assert line_with(text, "DP", "in all") == "DP in all 3.00 GB 3.0% network 500 ms 250 ms"
 
 
 def test_in_the_sums_what_is_gathered_inside_a_tp_group_counts_as_tp():
-    ring = ledger_row("sp", "send", 20 * GIGA)
+    ring = ledger_row("cp", "send", 20 * GIGA)
     rows = [*layout()["ledger"], ring, ledger_row("ep", "all_gather", 1 * GIGA)]
     text = printed(traffic_table(layout(ledger=rows), answer()["order"]))
     totals = [line.split()[0] for line in text.splitlines() if "in all" in line]
-    assert totals == ["TP", "SP", "DP", "PP"]
+    assert totals == ["TP", "CP", "DP", "PP"]
     assert "97.0 GB" in line_with(text, "TP", "in all")
-    assert "20.0 GB" in line_with(text, "SP", "in all")
+    assert "20.0 GB" in line_with(text, "CP", "in all")
 
 
 def test_a_neighbour_that_leaves_too_little_free_is_tight():

@@ -148,7 +148,7 @@ def test_a_run_ends_with_its_plan_beside_it(
     assert sum(predicted) == pytest.approx(report["step_s"]["predicted"])
     by_part = {row["part"]: row["measured_s"] for row in report["seconds"]}
     assert min(by_part[part] for part in ("compute", "dp", "tp", "ep", "bubble", "optimizer")) > 0
-    assert by_part["sp"] == by_part["world"] == 0
+    assert by_part["cp"] == by_part["world"] == 0
     timed = metrics(values)[1:]
     assert report["step_s"]["measured"] == pytest.approx(
         sum(row["seconds"] for row in timed) / len(timed), rel=0.05

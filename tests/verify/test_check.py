@@ -66,7 +66,7 @@ def test_a_layout_that_is_right_passes(run_of) -> None:
     assert report["max_grad_abs_diff"] > 0 and report["max_weight_abs_diff"] > 0
     assert report["one_process_s"] > 0 and report["layout_s"] > 0
     assert {row["pp_rank"] for row in report["ledger"]} == {0, 1}
-    assert {"pp", "sp", "tp", "world"} == {row["split"] for row in report["ledger"]}
+    assert {"pp", "tp", "world"} == {row["split"] for row in report["ledger"]}
     assert all(row["agrees"] for row in report["ledger"])
 
 

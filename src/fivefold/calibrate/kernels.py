@@ -23,8 +23,8 @@ from fivefold.model.layers import Embedding, RMSNorm, causal_attention, gated, r
 from fivefold.model.linear import add_product, product
 from fivefold.model.loss import cross_entropy, no_join
 from fivefold.model.moe import grouped_product, grouped_weight_gradient
+from fivefold.parallel.context.flash import block_attention, block_attention_backward
 from fivefold.parallel.data.run import LocalParameter
-from fivefold.parallel.sequence.flash import block_attention, block_attention_backward
 from fivefold.train.optimizer import AdamW
 from fivefold.train.runfile import Optimizer
 

@@ -236,14 +236,13 @@ def parse(text: str, world_size: int | None = None) -> Layout:
         )
     if edp is not None:
         layout = _with_edp(layout, edp, dp_stated="dp" in values)
-    if world_size is None:
-        return layout
-    if "dp" not in values and edp is None:
-        derived = world_size // (layout.tp * layout.pp * layout.cp)
-        layout = replace(layout, dp=max(1, derived))
-    if error := world_size_error(layout, world_size):
-        raise UserError(error)
-    return layout
+    if world_size is not None:
+        if "dp" not in values and edp is None:
+            derived = world_size // (layout.tp * layout.pp * layout.cp)
+            layout = replace(layout, dp=max(1, derived))
+        if error := world_size_error(layout, world_size):
+            raise UserError(error)
+    return _with_whole_order(layout)
 
 
 def stated(text: str) -> frozenset[str]:
@@ -254,7 +253,7 @@ def stated(text: str) -> frozenset[str]:
 def _read(text: str) -> dict[str, Any]:
     """The value of each token stated, by the token's name."""
     values: dict[str, Any] = {}
-    for token in text.split():
+    for token in re.sub(r"\s*>\s*", ">", text).split():
         names_file = token.lower().startswith("schedule=") and is_table_file(token)
         name, value = _read_token(token if names_file else token.lower())
         if name in values:
@@ -324,13 +323,28 @@ def _zero_stage(digits: str) -> int:
 
 
 def _read_order(value: str) -> tuple[str, ...]:
-    axes = tuple(value.split("-"))
-    if sorted(axes) != sorted(ORDER):
-        raise UserError(
-            f"order={value} must name each of {', '.join(ORDER)} once, innermost first: "
-            f"the default is order={'-'.join(ORDER)}"
-        )
+    """The axes named, innermost first, joined by `-` or, as in a plan's text, by `>`."""
+    axes = tuple(re.split("[->]", value))
+    if len(set(axes)) < len(axes) or not set(axes) <= set(ORDER):
+        raise _order_error(value)
     return axes
+
+
+def _order_error(value: str) -> UserError:
+    return UserError(
+        f"order={value} must name each of {', '.join(ORDER)} once, innermost first (those of "
+        f"degree 1 may be left out): the default is order={'-'.join(ORDER)}"
+    )
+
+
+def _with_whole_order(layout: Layout) -> Layout:
+    """The layout with the axes that `order=` left out; UserError unless their degrees are 1."""
+    missing = [axis for axis in ORDER if axis not in layout.order]
+    if any(getattr(layout, axis) > 1 for axis in missing):
+        raise _order_error("-".join(layout.order))
+    if layout.order == tuple(axis for axis in ORDER if axis in layout.order):
+        return replace(layout, order=ORDER)
+    return replace(layout, order=(*layout.order, *missing))
 
 
 def _read_layers(value: str) -> tuple[int, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from fivefold.layout.notation import Layout
 from fivefold.ledger import Ledger, Transfer
 from fivefold.model.config import ModelConfig
+from fivefold.parallel.context import cost as context
 from fivefold.parallel.data import cost as data
 from fivefold.parallel.expert import cost as expert
 from fivefold.parallel.pipeline import cost as pipeline
-from fivefold.parallel.sequence import cost as sequence
 from fivefold.parallel.tensor import cost as tensor
 from fivefold.parallel.workload import rank_work
 
-SPLIT_COSTS = (data, pipeline, tensor, sequence, expert)
+SPLIT_COSTS = (data, pipeline, tensor, context, expert)
 """Each has `transfers(work)`."""
 TOTALS_BYTES = 4 * 8
 """Loss, tokens, balance loss and squared gradient norm: four fp64 numbers summed over the world."""

@@ -24,7 +24,7 @@ from fivefold.plan.memory.states import estimate_memory
 from fivefold.plan.time.stages import simulate
 from fivefold.text import product
 
-USUAL_ORDER = ("tp", "sp", "ep", "pp", "dp")
+USUAL_ORDER = ("tp", "cp", "ep", "pp", "dp")
 """Traffic a device, most to least, as practitioners quote it; the order from the inner tier out."""
 
 WORTH_SAYING = 0.02
@@ -235,8 +235,8 @@ class Justification:
 SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Changes]] = {
     "tp": ("TP {tp}", lambda x: x.tp > 1, {"tp": 1}),
     "pp": ("PP {pp}", lambda x: x.pp > 1, {"pp": 1}),
-    "sp": ("SP", lambda x: x.cp > 1, {"ulysses": 1, "ring": 1}),
-    "megatron sp": ("megatron SP", lambda x: x.sp, {"sp": False}),
+    "cp": ("CP", lambda x: x.cp > 1, {"ulysses": 1, "ring": 1}),
+    "sp": ("TP (sp)", lambda x: x.sp, {"sp": False}),
     "ep": ("EP {ep}", lambda x: x.ep > 1, {"ep": 1}),
     "zero": ("ZeRO {zero}", lambda x: x.zero > 0, {"zero": 0, "dp_replicate": 1}),
     "recompute": (
@@ -274,8 +274,8 @@ def reasons(job: Job, chosen: Layout, limit_bytes: float) -> list[Justification]
 
 
 def _named(split: str, name: str, layout: Layout) -> str:
-    if split == "sp":
-        return f"SP ({product({'ulysses': layout.ulysses, 'ring': layout.ring})})"
+    if split == "cp":
+        return f"CP ({product({'ulysses': layout.ulysses, 'ring': layout.ring})})"
     return name.format(**asdict(layout))
 
 
@@ -363,10 +363,9 @@ def found_order(ledger: Iterable[Any], tier_names: Sequence[str]) -> Order:
 
 
 def counts_as(split: str, op: str) -> str:
-    """Whose traffic a row of the ledger is. What is gathered and scattered inside a TP group counts
-    as TP: with megatron SP its messages are cut in two, with EP the tokens that one of its ranks
-    received."""
-    in_tp_group = split in ("sp", "ep") and op in ("all_gather", "reduce_scatter")
+    """Whose traffic a row of the ledger is. Tokens of experts that are gathered and scattered
+    inside a TP group count as TP."""
+    in_tp_group = split == "ep" and op in ("all_gather", "reduce_scatter")
     return "tp" if in_tp_group else split
 
 

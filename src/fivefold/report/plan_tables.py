@@ -24,7 +24,7 @@ SHOWN = 5e-5
 """Share of the step from which a part of it is listed."""
 STAGES_SHOWN = 8
 """Pipeline ranks in the table of memory; of more, those that differ most are shown."""
-SPLIT_NAMES = {"dp": "DP", "pp": "PP", "tp": "TP", "sp": "SP", "ep": "EP", "world": "all"}
+SPLIT_NAMES = {"dp": "DP", "pp": "PP", "tp": "TP", "cp": "CP", "ep": "EP", "world": "all"}
 SHORT_NAMES = {
     "gradients": "grads",
     "optimizer": "optim",
@@ -258,7 +258,7 @@ def traffic_table(first: Row, order: Row) -> Table:
     for split, own in largest_first:
         for index, row in enumerate(_merged(own)):
             table.add_row(
-                SPLIT_NAMES.get(split, split) if index == 0 else "",
+                _traffic_name(split, own) if index == 0 else "",
                 f"{row['op'].replace('_', '-')}, {row['phase']}",
                 str(row["group_size"]),
                 format_bytes(row["wire_bytes"]),
@@ -280,6 +280,12 @@ def traffic_table(first: Row, order: Row) -> Table:
             format_seconds(_sum(own, "exposed_s")),
         )
     return table
+
+
+def _traffic_name(split: str, rows: Sequence[Row]) -> str:
+    """`TP (sp)` where the messages of tensor parallelism are Megatron's sequence parallel ones."""
+    name = SPLIT_NAMES.get(split, split)
+    return f"{name} (sp)" if split == "tp" and any(r["op"] == "all_gather" for r in rows) else name
 
 
 def _in_all(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

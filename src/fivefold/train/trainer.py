@@ -19,14 +19,14 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
+from fivefold.parallel.context import run as sequence
+from fivefold.parallel.context.positions import context_positions
 from fivefold.parallel.data.run import DataParallel, LocalParameter, sum_copies
 from fivefold.parallel.expert import run as expert
 from fivefold.parallel.mesh import make_axes
 from fivefold.parallel.pipeline.proof import validate
 from fivefold.parallel.pipeline.run import PipelineRank, StepSums
 from fivefold.parallel.pipeline.schedules import build
-from fivefold.parallel.sequence import run as sequence
-from fivefold.parallel.sequence.positions import context_positions
 from fivefold.parallel.shards import Shards, materialise
 from fivefold.parallel.tensor import run as tensor
 from fivefold.step_trace import Spans

@@ -264,7 +264,7 @@ class DataParallel:
         """Weights that are whole on several tp ranks, each of which used them on a part."""
         for axis in (self.axes.tp, self.axes.kv_copies):
             named = [x.grad for x in parameters if self.shards.partial.get(x.name) is axis]
-            _sum_together(named, axis.accounted_as("sp" if self.axes.layout.sp else "tp"))
+            _sum_together(named, axis)
 
     def _sum_tied(self, parameters: list[LocalParameter]) -> None:
         """A tied embedding lives on the first and on the last stage; here, on different ranks."""

@@ -46,37 +46,37 @@ def _sums(work: RankWorkload) -> Iterator[Transfer]:
     megatron_sp = layout.sp & (layout.tp > 1)
     plain = np.logical_not(layout.sp) & (layout.tp > 1)
 
-    def move(split: str, phase: str, op: str, calls: Any, again: bool = False) -> Transfer:
-        happens = megatron_sp if split == "sp" else plain
+    def move(phase: str, op: str, calls: Any, again: bool = False) -> Transfer:
+        happens = plain if op == "all_reduce" else megatron_sp
         calls = work.micro_batches * calls * happens
         size, payload = layout.tp, work.hidden_bytes
-        return Transfer(split, phase, op, size, payload, calls, axis="tp", again=again)
+        return Transfer("tp", phase, op, size, payload, calls, axis="tp", again=again)
 
-    def entries(split: str, phase: str, op: str, calls: Any, attention: Any, again: bool = False):
+    def entries(phase: str, op: str, calls: Any, attention: Any, again: bool = False):
         """Moves of what enters split matrices, of which `attention` enter attention."""
         latent = _latent_width(config)
         if latent is None:
-            yield move(split, phase, op, calls, again)
+            yield move(phase, op, calls, again)
             return
-        yield move(split, phase, op, calls - attention, again)
+        yield move(phase, op, calls - attention, again)
         narrow = work.tokens * latent * work.element_bytes
-        yield replace(move(split, phase, op, attention, again), payload_bytes=narrow)
+        yield replace(move(phase, op, attention, again), payload_bytes=narrow)
 
     if np.any(megatron_sp):
         attention_again = work.count_recomputed()
-        yield from entries("sp", "forward", "all_gather", pairs + last, attention)
-        yield move("sp", "forward", "reduce_scatter", pairs + first)
+        yield from entries("forward", "all_gather", pairs + last, attention)
+        yield move("forward", "reduce_scatter", pairs + first)
         gathers = 2 * pairs + first + last
-        yield from entries("sp", "backward", "all_gather", gathers, attention)
-        yield from entries("sp", "backward", "reduce_scatter", pairs + last, attention)
+        yield from entries("backward", "all_gather", gathers, attention)
+        yield from entries("backward", "reduce_scatter", pairs + last, attention)
         if np.any(again):
-            yield from entries("sp", "backward", "all_gather", again, attention_again, True)
-            yield move("sp", "backward", "reduce_scatter", exits_again, again=True)
+            yield from entries("backward", "all_gather", again, attention_again, True)
+            yield move("backward", "reduce_scatter", exits_again, again=True)
     if np.any(plain):
-        yield move("tp", "forward", "all_reduce", pairs + first)
-        yield from entries("tp", "backward", "all_reduce", pairs + last, attention)
+        yield move("forward", "all_reduce", pairs + first)
+        yield from entries("backward", "all_reduce", pairs + last, attention)
         if np.any(exits_again):
-            yield move("tp", "backward", "all_reduce", exits_again, again=True)
+            yield move("backward", "all_reduce", exits_again, again=True)
 
 
 def _pairs(config: ModelConfig, count: Callable[..., Any]) -> Any:
@@ -121,8 +121,5 @@ def _partial_gradients(work: RankWorkload) -> Iterator[Transfer]:
     ):
         calls = work.chunks * ((elements > 0) & (size > 1))
         payload = elements * FP32 / work.chunks
-        for split, here in (("sp", layout.sp), ("tp", np.logical_not(layout.sp))):
-            if np.any(calls * here):
-                yield Transfer(
-                    split, "optimizer", "all_reduce", size, payload, calls * here, axis="tp"
-                )
+        if np.any(calls):
+            yield Transfer("tp", "optimizer", "all_reduce", size, payload, calls, axis="tp")

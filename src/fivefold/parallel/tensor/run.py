@@ -99,9 +99,8 @@ class _TensorSplit:
         assert axes.dense_mesh is not None
         self.axes, self.shards, self.sp = axes, shards, axes.layout.sp
         if self.sp:
-            sequence = axes.tp.accounted_as("sp")
-            self.entry = SequenceEntry(sequence)
-            self.leave = partial(sum_to_sequence_slices, axis=sequence)
+            self.entry = SequenceEntry(axes.tp)
+            self.leave = partial(sum_to_sequence_slices, axis=axes.tp)
         else:
             self.entry = ReplicatedEntry(axes.tp)
             self.leave = partial(sum_over_ranks, axis=axes.tp)

@@ -328,7 +328,7 @@ def _exposed(
 ) -> Numbers:
     """The part of a step's messages that no compute hides."""
     engine = job.engine
-    if transfer.axis == "tp" and transfer.split in ("tp", "sp"):
+    if transfer.axis == "tp" and transfer.split == "tp":
         products = m * beside.split_products
         if transfer.phase == "forward" or transfer.again:
             return _pipelined(engine, layouts, total, products)

@@ -51,11 +51,11 @@ def _ulysses(work: RankWorkload, passes: Any, attention_again: Any, output_again
         head_bytes = work.tokens * head_dim * work.element_bytes
         payload = head_bytes * (heads if name == "q" else kv_heads)
         once, more = len(again) * passes * happens, sum(again) * happens
-        yield Transfer("sp", "forward", "all_to_all", size, payload, once, axis="ulysses")
-        yield Transfer("sp", "backward", "all_to_all", size, payload, once, axis="ulysses")
+        yield Transfer("cp", "forward", "all_to_all", size, payload, once, axis="ulysses")
+        yield Transfer("cp", "backward", "all_to_all", size, payload, once, axis="ulysses")
         if np.any(more):
             yield Transfer(
-                "sp", "backward", "all_to_all", size, payload, more, axis="ulysses", again=True
+                "cp", "backward", "all_to_all", size, payload, more, axis="ulysses", again=True
             )
 
 
@@ -67,8 +67,8 @@ def _ring(work: RankWorkload, passes: Any, attention_again: Any) -> Iterator[Tra
     pair = work.tokens * width * _kv_heads(work)
     keys, gradients, again = pair * work.element_bytes, pair * FP32, attention_again * hops
     calls = passes * hops
-    yield Transfer("sp", "forward", "send", size, keys, calls, axis="ring")
-    yield Transfer("sp", "backward", "send", size, keys, calls, axis="ring")
+    yield Transfer("cp", "forward", "send", size, keys, calls, axis="ring")
+    yield Transfer("cp", "backward", "send", size, keys, calls, axis="ring")
     if np.any(again):
-        yield Transfer("sp", "backward", "send", size, keys, again, axis="ring", again=True)
-    yield Transfer("sp", "backward", "send", size, gradients, calls, axis="ring")
+        yield Transfer("cp", "backward", "send", size, keys, again, axis="ring", again=True)
+    yield Transfer("cp", "backward", "send", size, gradients, calls, axis="ring")

@@ -20,9 +20,9 @@ from fivefold.model.layers import causal_attention
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis
+from fivefold.parallel.context.flash import block_attention, block_attention_backward
+from fivefold.parallel.context.positions import ring_positions
 from fivefold.parallel.mesh import Axes
-from fivefold.parallel.sequence.flash import block_attention, block_attention_backward
-from fivefold.parallel.sequence.positions import ring_positions
 
 
 def apply(stage: Stage, axes: Axes) -> None:
