@@ -61,11 +61,11 @@ def test_the_layout_states_the_degree_that_follows_from_the_gpus(tmp_path):
     [
         ({"gpu": 8}, "unknown key gpu; did you mean gpus?"),
         ({"gpus": 16}, "8 ranks, but the number of devices is 16"),
-        ({"global_batch": 16}, "= 8 sequences, but its global_batch is 16"),
+        ({"global_batch": 16}, "= 8 sequences, but global_batch is 16"),
         ({"layout": "tp2 xx3"}, "unknown layout token"),
-        ({"gpus": "8"}, "gpus: input should be a valid integer"),
-        ({"precision": "int4"}, "precision: input should be"),
-        ({"predicted": {"speed": 1.0}}, "predicted.speed: extra inputs are not permitted"),
+        ({"gpus": "8"}, 'gpus must be a whole number, and is "8"'),
+        ({"precision": "int4"}, "precision must be 'fp32'"),
+        ({"predicted": {"speed": 1.0}}, "unknown key predicted.speed; known here: step_time_s"),
     ],
 )
 def test_what_is_wrong_in_a_plan_file_is_named(tmp_path, changes, sentence):
@@ -81,6 +81,13 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path = tmp_path / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError):
+        planfile.load(path)
+
+
+def test_a_key_that_is_given_twice_is_rejected_with_its_line(tmp_path):
+    path = written(tmp_path)
+    path.write_text(path.read_text() + "layout: tp8 ga8\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"not valid YAML, line 12: the key layout is given twice"):
         planfile.load(path)
 
 

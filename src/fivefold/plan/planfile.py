@@ -6,32 +6,24 @@ and `fivefold export plan.yaml` turns it into another program's arguments.
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import PositiveFloat, PositiveInt
 
 from fivefold.errors import UserError
-from fivefold.files import atomic_write
+from fivefold.files import atomic_write, read_yaml
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
 from fivefold.model.huggingface.presets import read_model
+from fivefold.schema import Section, validate
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 
-class _Section(BaseModel):
-    """Keys are known, values have their own type ("3" and 3.0 are no int), nothing changes."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class Predicted(_Section):
+class Predicted(Section):
     """What the planner expected of the layout when it wrote the file."""
 
     step_time_s: PositiveFloat | None = None
@@ -40,18 +32,18 @@ class Predicted(_Section):
     peak_memory_bytes: PositiveFloat | None = None  # of the fullest device
 
 
-class PlanFile(_Section):
-    """A plan file, checked. A relative path of a model is meant from the file's folder."""
+class PlanFile(Section):
+    """A plan file, checked. A model's relative path is relative to the file's folder."""
 
     layout: str  # one line of layout notation
-    model: str | dict[str, Any]  # preset, path, dimensions ("hidden=...,"), or a config's keys
+    model: str | dict[str, object]  # preset, path, dimensions ("hidden=...,"), or a config's keys
     cluster: str  # name in the catalogue, path of a cluster file, or a line of numbers
     gpus: PositiveInt
     gpus_per_node: PositiveInt = 8  # for the commands that start processes
     sequence_length: PositiveInt  # tokens
-    global_batch: PositiveInt  # sequences an optimizer step
-    precision: Precision = "bf16"  # of the matrix products
-    mtp: bool = False  # the multi-token-prediction modules are trained too
+    global_batch: PositiveInt  # sequences per optimizer step
+    precision: Precision = "bf16"  # of matrix products
+    mtp: bool = False  # also train the multi-token-prediction modules
     predicted: Predicted | None = None
 
     def parsed_layout(self) -> Layout:
@@ -59,9 +51,9 @@ class PlanFile(_Section):
         layout = parse(self.layout, self.gpus)
         if layout.global_batch != self.global_batch:
             raise UserError(
-                f"the plan's layout makes steps of dp {layout.dp} x mb {layout.micro_batch} x "
-                f"ga {layout.accumulation} = {layout.global_batch} sequences, but its "
-                f"global_batch is {self.global_batch}: change one of them"
+                f"the layout has a global batch of dp {layout.dp} x mb {layout.micro_batch} x "
+                f"ga {layout.accumulation} = {layout.global_batch} sequences, but global_batch is "
+                f"{self.global_batch}: change one of them"
             )
         return layout
 
@@ -71,7 +63,7 @@ class PlanFile(_Section):
 
 
 def save(plan: PlanFile, path: str | Path) -> None:
-    """Write the file: aside first, then renamed, so that it is never half there."""
+    """Write the file, whole or not at all. UserError where it cannot be written."""
     path = Path(path)
     values = plan.model_dump(exclude_none=True)
     if isinstance(plan.model, str) and Path(plan.model).exists():
@@ -84,7 +76,7 @@ def save(plan: PlanFile, path: str | Path) -> None:
 
 
 def refuse_unwritable(path: str | Path) -> None:
-    """UserError where `save` could not write, so that nobody waits for an answer in vain."""
+    """UserError where `save` could not write, before anybody waits for a search."""
     folder = Path(path).parent
     reason = None
     if not Path(path).name or os.path.isdir(path):
@@ -98,42 +90,19 @@ def refuse_unwritable(path: str | Path) -> None:
 
 
 def load(path: str | Path) -> PlanFile:
-    """Read and check a plan file; UserError names what is wrong in it."""
+    """Read and check a plan file; UserError names the first thing that is wrong in it."""
     path = Path(path)
-    values = _read_mapping(path)
-    for key in values:
-        if key not in PlanFile.model_fields:
-            raise UserError(f"{path}: unknown key {key}; {_nearest(str(key))}")
+    values = read_yaml(path, "plan file")
+    if not isinstance(values, dict):
+        raise UserError(
+            f"the plan file {path} holds no keys; fivefold plan --save {path.name} writes one"
+        )
+    plan = validate(PlanFile, values, str(path))
     try:
-        plan = PlanFile.model_validate(values)
         plan.parsed_layout()
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: {place}: {first['msg'].lower()}") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     model = plan.model
     if isinstance(model, str) and (path.parent / model).exists():
         plan = plan.model_copy(update={"model": str(path.parent / model)})
     return plan
-
-
-def _read_mapping(path: Path) -> dict[Any, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"the plan file {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the plan file {path} is not valid YAML: {reason}") from None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"the plan file {path} holds no keys; fivefold plan --save {path.name} writes one"
-        )
-    return values
-
-
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, PlanFile.model_fields, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(PlanFile.model_fields)}"
