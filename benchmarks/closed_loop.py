@@ -45,8 +45,9 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.malloc_env import reexec_with_malloc_settings
 from fivefold.model.config import load_config
 from fivefold.plan.engines import ENGINES, Job
-from fivefold.plan.search.candidates import Choices, every_layout
-from fivefold.plan.search.search import Constraints, search
+from fivefold.plan.search.candidates import every_layout
+from fivefold.plan.search.constraints import Choices, Constraints
+from fivefold.plan.search.search import search
 from fivefold.train.loop import train
 from fivefold.train.runfile import Data, Optimizer, Run
 

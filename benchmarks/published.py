@@ -12,7 +12,8 @@ from fivefold.model.huggingface.presets import load_preset
 from fivefold.plan.engines import ENGINES, Engine, Job
 from fivefold.plan.estimate import Estimate
 from fivefold.plan.explain import NAMED, largest_differences
-from fivefold.plan.search.search import Constraints, search
+from fivefold.plan.search.constraints import Constraints
+from fivefold.plan.search.search import search
 
 
 @dataclass(frozen=True)

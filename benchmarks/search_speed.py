@@ -29,7 +29,8 @@ from fivefold.model.huggingface.presets import load_model
 from fivefold.plan.engines import Job
 from fivefold.plan.estimate import estimate
 from fivefold.plan.memory.states import estimate_memory
-from fivefold.plan.search.candidates import Choices, every_layout
+from fivefold.plan.search.candidates import every_layout
+from fivefold.plan.search.constraints import Choices, Constraints
 from fivefold.plan.search.search import count_fitting, search
 from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.step import estimate_time
@@ -98,7 +99,7 @@ def rates(
         "time": lambda: estimate_time(job, some, constants).step,
     }
     measured = {name: fastest(rounds, do)[0] for name, do in seconds.items()}
-    filtered_s, (candidates, _) = fastest(1, lambda: count_fitting(job))
+    filtered_s, (candidates, _) = fastest(1, lambda: count_fitting(job, Constraints()))
     layout = some[0]
     simulated_s, _ = fastest(rounds, lambda: estimate(job, layout))
     return {
@@ -163,7 +164,7 @@ def scaling(devices: int, rounds: int) -> Row:
     """The same model on more devices: what a layout costs stays the same."""
     job = job_of("llama-3.1-405b", "dgx-h100", devices, 8192, devices // 8)
     seconds, found = fastest(rounds, lambda: search(job))
-    filters_s, _ = fastest(rounds, lambda: count_fitting(job))
+    filters_s, _ = fastest(rounds, lambda: count_fitting(job, Constraints()))
     return {
         "model": "llama-3.1-405b",
         "devices": devices,

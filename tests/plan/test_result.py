@@ -16,7 +16,7 @@ from fivefold.plan.intervals import calibrate_with_measurements
 from fivefold.plan.planfile import load, save
 from fivefold.plan.request import Options, ask
 from fivefold.plan.result import answer, plan_file
-from fivefold.plan.search.search import TIE_TOLERANCE
+from fivefold.plan.search.ranking import TIE_TOLERANCE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 

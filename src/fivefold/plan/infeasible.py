@@ -16,7 +16,8 @@ from fivefold.plan.engines import Engine, Job
 from fivefold.plan.estimate import Estimate
 from fivefold.plan.explain import gb
 from fivefold.plan.memory.states import FITS, fewest_devices
-from fivefold.plan.search.search import Constraints, least_memory, smallest_gpus
+from fivefold.plan.search.constraints import Constraints
+from fivefold.plan.search.least_memory import least_memory, smallest_gpus
 
 WEIGHT_BYTES = 2
 """Of a bf16 weight. With LoRA that is all: gradients and optimizer state are the adapters'."""
@@ -74,7 +75,7 @@ def shortage(job: Job, wishes: Constraints, limit: float, closest: Sequence[Esti
         for size in _state_sizes(job.engine)
     ]
     smallest = smallest_gpus(job, wishes, limit)
-    to_spare = smallest_gpus(job, wishes)
+    to_spare = smallest_gpus(job, wishes, wishes.limit_bytes(job))
     state_bytes = float(total * bounds[-1].bytes_per_parameter)
     return Shortage(
         limit_bytes=limit,

@@ -25,8 +25,7 @@ from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.huggingface.presets import are_dimensions, read_model
 from fivefold.plan.engines import ENGINES, PRODUCT_BYTES, Job
-from fivefold.plan.search.candidates import parse_named
-from fivefold.plan.search.search import Constraints
+from fivefold.plan.search.constraints import Constraints, parse_named
 from fivefold.text import join_or
 
 USUAL_SEQUENCE_LENGTH = 4096

@@ -23,8 +23,8 @@ from fivefold.plan.infeasible import shortage
 from fivefold.plan.intervals import MeasurementCalibration, calibrate_with_measurements
 from fivefold.plan.memory.states import checkpoint_bytes, loading_bytes, verdict
 from fivefold.plan.request import PlanRequest
-from fivefold.plan.search.layer_balance import TIE_TOLERANCE
-from fivefold.plan.search.search import limit_bytes, search
+from fivefold.plan.search.ranking import TIE_TOLERANCE
+from fivefold.plan.search.search import search
 
 if TYPE_CHECKING:
     from fivefold.plan.planfile import PlanFile
@@ -235,8 +235,8 @@ def _memory_bytes(question: PlanRequest) -> float:
 
 def _verdict(question: PlanRequest, peak_bytes: float) -> str:
     """By the limit that was asked for, where one was."""
-    if question.wishes.headroom is not None and peak_bytes > limit_bytes(
-        question.job, question.wishes
+    if question.wishes.headroom is not None and peak_bytes > question.wishes.limit_bytes(
+        question.job
     ):
         return "no"
     return str(verdict(peak_bytes, _memory_bytes(question)))

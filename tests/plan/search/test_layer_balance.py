@@ -17,13 +17,14 @@ from fivefold.plan.engines import Job
 from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.explain import reasons, refit
 from fivefold.plan.planfile import PlanFile
+from fivefold.plan.search.constraints import Constraints
 from fivefold.plan.search.layer_balance import (
-    TIE_TOLERANCE,
     balanced,
     balanced_layers,
     ends_in_layers,
 )
-from fivefold.plan.search.search import Constraints, search
+from fivefold.plan.search.ranking import TIE_TOLERANCE
+from fivefold.plan.search.search import search
 from fivefold.plan.time.stages import simulate
 
 WIDE = config_from_dimensions("hidden=2048,layers=24,heads=16,kv_heads=8,ffn=5632,vocab=256000")

@@ -14,18 +14,12 @@ from fivefold.model.huggingface.presets import config_from_dimensions, load_mode
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.states import FITS, estimate_memory
 from fivefold.plan.search import search as searching
-from fivefold.plan.search.candidates import Choices, every_layout
+from fivefold.plan.search.candidates import every_layout
+from fivefold.plan.search.constraints import Choices, Constraints
+from fivefold.plan.search.least_memory import least_memory, smallest_gpus
 from fivefold.plan.search.lower_bound import Bound
-from fivefold.plan.search.search import (
-    DISTINCT,
-    SPARES,
-    TIE_TOLERANCE,
-    Constraints,
-    count_fitting,
-    least_memory,
-    search,
-    smallest_gpus,
-)
+from fivefold.plan.search.ranking import DISTINCT, TIE_TOLERANCE, intricacy
+from fivefold.plan.search.search import SPARES, count_fitting, search
 from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
@@ -41,13 +35,13 @@ def job(config=DENSE, gpus=16, cluster="dgx-h100", sequence_length=4096, global_
     return Job(config, load_cluster(cluster, gpus), sequence_length, global_batch)
 
 
-def all_candidates(a_job: Job, wishes: Constraints) -> list[tuple[Layout, float]]:
+def all_candidates(a_job: Job, constraints: Constraints) -> list[tuple[Layout, float]]:
     """Every candidate that fits, with its step time: no bound, no order of search."""
-    choices = Choices.read(wishes.fix, wishes.forbid)
+    choices = Choices.read(constraints.fix, constraints.forbid)
     constants = Constants.of(a_job.cluster.device)
     limit = FITS * a_job.cluster.device.memory_bytes
     found = []
-    for layouts in every_layout(a_job, choices, wishes.planned_schedules):
+    for layouts in every_layout(a_job, choices, constraints.planned_schedules):
         if not len(layouts):
             continue
         fits = estimate_memory(a_job, layouts).peak_bytes <= limit
@@ -56,24 +50,24 @@ def all_candidates(a_job: Job, wishes: Constraints) -> list[tuple[Layout, float]
     return found
 
 
-def best_of_all(a_job: Job, wishes: Constraints) -> list[float]:
+def best_of_all(a_job: Job, constraints: Constraints) -> list[float]:
     """Step times of the best layouts, different in their degrees, after simulation; of those with
     the same degrees the simplest that is near the best."""
     alike: dict[tuple[int, ...], list[tuple[Layout, float]]] = {}
-    for layout, step in all_candidates(a_job, wishes):
+    for layout, step in all_candidates(a_job, constraints):
         alike.setdefault(tuple(getattr(layout, name) for name in DISTINCT), []).append(
             (layout, step)
         )
     lowest = {key: min(step for _, step in found) for key, found in alike.items()}
-    first = sorted(lowest, key=lambda key: lowest[key])[: wishes.top + SPARES]
+    first = sorted(lowest, key=lambda key: lowest[key])[: constraints.top + SPARES]
     chosen = [
         min(
             (layout for layout, step in alike[key] if step <= lowest[key] * (1 + TIE_TOLERANCE)),
-            key=lambda layout: searching._preference(a_job, layout),
+            key=lambda layout: intricacy(a_job, layout),
         )
         for key in first
     ]
-    return sorted(each.step_s for each in simulate(a_job, chosen))[: wishes.top]
+    return sorted(each.step_s for each in simulate(a_job, chosen))[: constraints.top]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +77,19 @@ def best_of_all(a_job: Job, wishes: Constraints) -> list[float]:
 def test_the_search_finds_what_trying_all_layouts_finds(a_job: Job, monkeypatch):
     monkeypatch.setattr(searching, "SHAPES_AT_ONCE", 64)  # so that bounds cut off something
     monkeypatch.setattr(searching, "TIMED_AT_ONCE", 256)
-    wishes = Constraints(top=4, forbid="layers")
-    found = search(a_job, wishes)
+    constraints = Constraints(top=4, forbid="layers")
+    found = search(a_job, constraints)
     times = sorted(each.step_time_s for each in found.best)
-    assert times == pytest.approx(best_of_all(a_job, wishes))
+    assert times == pytest.approx(best_of_all(a_job, constraints))
     assert found.best[0].step_time_s <= times[0] * (1 + TIE_TOLERANCE)
     assert found.skipped > 0  # it did not look at all of them
 
 
 def test_many_layouts_at_once_and_one_by_one_are_the_same():
     a_job, constants = job(gpus=4, global_batch=4), Constants.of(job().cluster.device)
-    wishes = Constraints(fix="zero1 ulysses1 mb1 recompute=full", top=1)
+    constraints = Constraints(fix="zero1 ulysses1 mb1 recompute=full", top=1)
     by_one = {}
-    for layouts in every_layout(a_job, Choices.read(wishes.fix)):
+    for layouts in every_layout(a_job, Choices.read(constraints.fix)):
         for index in range(len(layouts)):
             one = LayoutBatch.of([layouts[index]])
             if estimate_memory(a_job, one).peak_bytes <= FITS * a_job.cluster.device.memory_bytes:
@@ -103,7 +97,7 @@ def test_many_layouts_at_once_and_one_by_one_are_the_same():
                     np.asarray(estimate_time(a_job, one, constants).step)[0]
                 )
     best = min(by_one, key=lambda layout: by_one[layout])
-    (found,) = search(a_job, wishes).best
+    (found,) = search(a_job, constraints).best
     assert len(by_one) > 5
     assert by_one[found.layout] == pytest.approx(by_one[best])
 
@@ -147,13 +141,13 @@ def test_all_candidates_are_legal_and_as_many_as_counted():
 @pytest.mark.parametrize("config", [DENSE, MIXTURE])
 def test_the_layouts_that_fit_are_counted(config):
     a_job = job(config, gpus=8, global_batch=16)
-    wishes = Constraints(max_memory_bytes=24e9)
+    constraints = Constraints(max_memory_bytes=24e9)
     fits = [
         int((estimate_memory(a_job, layouts).peak_bytes <= 24e9).sum())
         for layouts in every_layout(a_job, Choices.read())
         if len(layouts)
     ]
-    legal_ones, fitting = count_fitting(a_job, wishes)
+    legal_ones, fitting = count_fitting(a_job, constraints)
     assert fitting == sum(fits)
     assert 0 < fitting < legal_ones
 
@@ -175,7 +169,7 @@ def test_what_is_fixed_and_forbidden_holds():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "says"),
+    ("constraints", "says"),
     [
         (Constraints(fix="pp4", forbid="pp"), "pp is forbidden, but pp4 is fixed"),
         (Constraints(fix="tp8", forbid="tp8"), "tp8 is forbidden, but tp8 is fixed"),
@@ -192,9 +186,11 @@ def test_what_is_fixed_and_forbidden_holds():
         (Constraints(top=0), "1 layout or more"),
     ],
 )
-def test_wishes_that_cannot_be_met_are_refused_in_one_sentence(wishes: Constraints, says: str):
+def test_constraints_that_cannot_be_met_are_refused_in_one_sentence(
+    constraints: Constraints, says: str
+):
     with pytest.raises(UserError) as refused:
-        search(job(), wishes)
+        search(job(), constraints)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -247,12 +243,12 @@ def test_qwen3_235b_on_64_devices_does_not_fit_as_published():
     a_job = job(load_model("qwen3-235b-a22b"), gpus=64, global_batch=256)
     found = search(a_job, Constraints(fix="tp2 pp2 ep32 zero1"))
     assert found.best == [] and found.closest[0].verdict == "no"
-    assert smallest_gpus(a_job) in range(64, 257)
+    assert smallest_gpus(a_job, Constraints(), Constraints().limit_bytes(a_job)) in range(64, 257)
 
 
 def test_the_smallest_number_of_devices_fits_and_half_of_it_does_not():
     a_job = job(load_model("llama-3.1-70b"), gpus=8, global_batch=1024)
-    fewest = smallest_gpus(a_job)
+    fewest = smallest_gpus(a_job, Constraints(), Constraints().limit_bytes(a_job))
     assert fewest is not None and fewest % 8 == 0 and fewest >= 16
     enough = replace(a_job, cluster=a_job.cluster.with_devices(fewest))
     assert search(enough).fit > 0
@@ -303,10 +299,7 @@ def test_the_simplest_layout_near_the_best_comes_first():
         if layout.cp == best.cp and step < 0.999 * times[0]
     ]
     # What is faster than the one chosen is not as simple.
-    assert all(
-        searching._preference(a_job, best) < searching._preference(a_job, layout)
-        for layout in simpler
-    )
+    assert all(intricacy(a_job, best) < intricacy(a_job, layout) for layout in simpler)
 
 
 def test_equal_answers_whatever_the_time_of_day():
@@ -323,14 +316,14 @@ def test_objectives():
     )
     assert fastest.step_time_s < leanest.step_time_s
     assert leanest.peak_memory_bytes < fastest.peak_memory_bytes
-    least = least_memory(a_job)
+    least = least_memory(a_job, Constraints())
     assert least is not None and least[0] == pytest.approx(leanest.peak_memory_bytes)
     cost, fast_cost = (e.step_time_s * e.layout.world_size for e in (cheapest, fastest))
     assert cost < fast_cost
     assert cheapest.layout.world_size < 32
 
 
-def test_memory_wishes_bound_what_is_found():
+def test_memory_constraints_bound_what_is_found():
     (best, *_) = search(job(), Constraints(max_memory_bytes=30e9)).best
     assert best.peak_memory_bytes <= 30e9
     (roomy, *_) = search(job()).best

@@ -15,7 +15,8 @@ from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate as simulate_alone
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.plan.search.search import Constraints, search
+from fivefold.plan.search.constraints import Constraints
+from fivefold.plan.search.search import search
 from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import layer_operations
 from fivefold.plan.time.shared_cores import simulate as simulate_shared

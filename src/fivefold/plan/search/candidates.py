@@ -3,7 +3,7 @@
     degrees             tp sp pp ulysses ring dp ep etp
     with_micro_batches  vpp, micro-batch, accumulation, schedule
     with_states         zero, dp_replicate
-    with_recompute      what is recomputed
+    recompute_modes     what is recomputed
     rank_orders         the order of the ranks, which all layouts of one `LayoutBatch` share
 
 Each step repeats every layout for each value that is open to it, so that no loop runs over layouts.
@@ -14,24 +14,18 @@ fixed is taken as it is. All that comes out is legal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import UserError
-from fivefold.layout.actions import is_table_file
 from fivefold.layout.batch import SHARED, LayoutBatch
 from fivefold.layout.legality import allowed_tp, legal, violations
-from fivefold.layout.notation import (
-    FIELDS,
-    ORDER,
-    Layout,
-    parse,
-    stated,
-)
+from fivefold.layout.notation import ORDER, Layout
 from fivefold.plan.engines import Job
+from fivefold.plan.search.constraints import Choices
 from fivefold.text import divisors
 
 TP_DOMAINS = 2
@@ -62,126 +56,6 @@ ORDERS = (
     ("cp", "tp", "ep", "dp", "pp"),
 )
 """Rank orders that place some axis differently, the usual one first."""
-
-
-# What the user fixes and forbids
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Values of fields of `LayoutBatch` (and edp) that a search must have, and must not have.
-
-    A recompute mode is a pair: the mode and its number of layers; forbidden may also be a mode with
-    any number.
-    """
-
-    fixed: dict[str, Any] = field(default_factory=dict)
-    forbidden: dict[str, frozenset[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, fix: str = "", forbid: str = "") -> Choices:
-        """Tokens of the layout notation: `fix` "tp8 zero1", `forbid` "pp tp16 recompute=full".
-
-        In `forbid` a name alone, such as pp, forbids that split. UserError for a token that states
-        nothing, and for one that is fixed and forbidden.
-        """
-        stated(fix)  # refuses a token stated twice
-        fixed: dict[str, Any] = {}
-        forbidden: dict[str, set[Any]] = {}
-        for token in fix.lower().split():
-            if token == "schedule=interleaved":
-                fixed["schedule"] = "1f1b"
-                forbidden.setdefault("vpp", set()).add(1)
-                continue
-            name, value = _value_of(token)
-            fixed[name] = value
-        for token in forbid.lower().split():
-            name, values = _forbidden_by(token)
-            if name in fixed and _is_forbidden(fixed[name], values, NEUTRAL.get(name)):
-                raise UserError(
-                    f"{token} is forbidden, but {_token_of(name, fix)} is fixed: leave out one"
-                )
-            if values is None:
-                fixed.setdefault(name, NEUTRAL[name])
-            else:
-                forbidden.setdefault(name, set()).update(values)
-        return cls(fixed, {name: frozenset(values) for name, values in forbidden.items()})
-
-    def of(self, name: str, values: list[Any]) -> list[Any]:
-        """The values of a field that are left, of those that a search would try."""
-        if name in self.fixed:
-            values = [self.fixed[name]]
-        return [value for value in values if value not in self.forbidden.get(name, ())]
-
-    def allow(self, name: str, value: NDArray[Any]) -> NDArray[np.bool_]:
-        """The same for an array: which values are left."""
-        left = np.ones(np.shape(value), bool)
-        if name in self.fixed:
-            left &= value == self.fixed[name]
-        for each in self.forbidden.get(name, ()):
-            left &= value != each
-        return left
-
-
-NEUTRAL: dict[str, Any] = {
-    **{each.name: each.default for each in fields(Layout)},
-    "recompute": ("none", 0),
-}
-"""The value of each field that does without the split."""
-
-
-def parse_named(text: str, gpus: int | None = None) -> Layout:
-    """A layout's text for the planner, which has formulas for the schedules with a name only."""
-    layout = parse(text, gpus)
-    if is_table_file(layout.schedule):
-        raise UserError(
-            f"schedule={layout.schedule} is a table of your own, which is run and not planned: "
-            "`fivefold schedule` times it, and a layout to plan has a schedule with a name"
-        )
-    return layout
-
-
-def _value_of(token: str) -> tuple[str, Any]:
-    """The field that one token states, and its value."""
-    (name,) = stated(token)
-    if name == "edp":  # edp alone: dp is what the experts leave, all of it
-        return "edp", int(token[3:])
-    name = FIELDS.get(name, name)
-    layout = parse_named(token)
-    if name == "recompute":
-        return name, (layout.recompute, layout.recompute_layers)
-    return name, getattr(layout, name)
-
-
-def _forbidden_by(token: str) -> tuple[str, frozenset[Any] | None]:
-    """The field that a token of `forbid` is about and the values it forbids; None: all but the
-    one that does without."""
-    name = FIELDS.get(token, token)
-    if name == "sp":
-        return "sp", frozenset({True})
-    if name in NEUTRAL and name not in ("schedule", "order"):
-        return name, None
-    if token == "recompute=full":
-        return "recompute", frozenset({"full"})
-    if token == "schedule=interleaved":
-        return "vpp", None
-    name, value = _value_of(token)
-    return name, frozenset({value})
-
-
-def _is_forbidden(value: Any, forbidden: frozenset[Any] | None, neutral: Any) -> bool:
-    if forbidden is None:
-        return value != neutral
-    mode_alone = value[0] if isinstance(value, tuple) else value
-    return value in forbidden or mode_alone in forbidden
-
-
-def _token_of(name: str, fix: str) -> str:
-    return next(
-        token
-        for token in fix.lower().split()
-        if token == "schedule=interleaved" or _value_of(token)[0] == name
-    )
 
 
 # The axes
@@ -222,7 +96,7 @@ def _degrees(job: Job, choices: Choices, min_tokens: int) -> tuple[LayoutBatch, 
     tp, pp, ulysses, ring, ep, etp_is_tp = (axis.ravel() for axis in grid)
     cp = ulysses * ring
     dp = world_size // (tp * pp * cp)
-    etp = np.where(etp_is_tp, tp, choices.fixed.get("etp", 1))
+    etp = np.where(etp_is_tp, tp, choices.value("etp", 1))
     works = (dp * tp * pp * cp == world_size) & (job.global_batch % np.maximum(dp, 1) == 0)
     works &= ~etp_is_tp | (tp > 1)
     works &= (cp == 1) | (cp <= sequence // min_tokens) | (min_tokens == 1)
@@ -249,16 +123,17 @@ TEXTS = {"recompute": "U9", "schedule": "U10"}
 """The width of the longest name that may stand in a column."""
 
 
-def _layouts(columns: dict[str, NDArray[Any]], choices: Choices) -> LayoutBatch:
+def _layouts(columns: dict[str, NDArray[np.int64 | np.bool_]], choices: Choices) -> LayoutBatch:
     """Layouts with these columns; the others have their defaults."""
     size = len(columns["tp"])
-    order = choices.fixed.get("order", ORDER)
+    order = choices.value("order", ORDER)
     values = {
         each.name: np.full(size, each.default, TEXTS.get(each.name))
         for each in fields(Layout)
         if each.name not in SHARED
     }
-    return LayoutBatch(**{**values, **columns}, order=order, layers=choices.fixed.get("layers"))
+    layers = choices.value("layers", cast("tuple[int, ...] | None", None))
+    return LayoutBatch(**{**values, **columns}, order=order, layers=layers)
 
 
 def with_micro_batches(
@@ -334,7 +209,7 @@ def state_options(
     replicate = np.where(np.arange(7) < 4, 1, np.where(dp % near == 0, dp // near, 1))
     works = (np.arange(7) < 4) | (replicate > 1)
     if "dp_replicate" in choices.fixed:
-        replicate = np.where(zero == 0, 1, choices.fixed["dp_replicate"]) + 0 * dp
+        replicate = np.where(zero == 0, 1, choices.value("dp_replicate", 1)) + 0 * dp
         works = (np.arange(7) < 4) & (dp % replicate == 0)
     dp_shard = dp // replicate
     works &= (zero == 0) | (dp_shard * cp > 1)
@@ -351,7 +226,7 @@ class RecomputeMode:
     layers: NDArray[np.int64]
     open: NDArray[np.bool_]
 
-    def of(self, layouts: LayoutBatch, chosen: NDArray[Any]) -> LayoutBatch:
+    def of(self, layouts: LayoutBatch, chosen: NDArray[np.bool_ | np.int64]) -> LayoutBatch:
         """The chosen layouts (a mask or indices), in this mode."""
         layouts = layouts.take(chosen)
         names = np.full(len(layouts), self.name, TEXTS["recompute"])
@@ -363,7 +238,7 @@ def recompute_modes(job: Job, layouts: LayoutBatch, choices: Choices) -> list[Re
     inner = -(-job.config.num_layers // layouts.stages)  # layers of the largest virtual stage
     none = np.zeros_like(inner)
     if "recompute" in choices.fixed:
-        name, count = choices.fixed["recompute"]
+        name, count = choices.value("recompute", ("none", 0))
         return [RecomputeMode(name, none + count, count <= inner)]
     parts = [np.rint(share * inner).astype(np.int64) for share in RECOMPUTED_SHARES]
     modes = [RecomputeMode("none", none, none == 0), RecomputeMode("selective", none, none == 0)]
@@ -375,10 +250,10 @@ def recompute_modes(job: Job, layouts: LayoutBatch, choices: Choices) -> list[Re
 
 def _without_forbidden(mode: RecomputeMode, choices: Choices) -> RecomputeMode:
     forbidden = choices.forbidden.get("recompute", frozenset())
-    alike = [each for each in forbidden if each == mode.name or each[0] == mode.name]
-    if mode.name in alike:
+    if mode.name in forbidden:
         return replace(mode, open=np.zeros_like(mode.open))
-    return replace(mode, open=mode.open & ~np.isin(mode.layers, [count for _, count in alike]))
+    pairs = [each for each in forbidden if isinstance(each, tuple) and each[0] == mode.name]
+    return replace(mode, open=mode.open & ~np.isin(mode.layers, [count for _, count in pairs]))
 
 
 def rank_orders(
@@ -386,7 +261,7 @@ def rank_orders(
 ) -> Iterator[tuple[tuple[str, ...], NDArray[np.bool_]]]:
     """Rank orders, each with the layouts whose ranks it places otherwise than those before it."""
     if "order" in choices.fixed:
-        yield choices.fixed["order"], np.ones(len(layouts), bool)
+        yield choices.value("order", ORDER), np.ones(len(layouts), bool)
         return
     pp, cp, dp = layouts.pp > 1, layouts.cp > 1, layouts.dp > 1
     changes = (
@@ -415,7 +290,9 @@ def every_layout(job: Job, choices: Choices, planned_schedules: bool = False) ->
     ]
 
 
-def _spread(layouts: LayoutBatch, works: NDArray[np.bool_], **columns: NDArray[Any]) -> LayoutBatch:
+def _spread(
+    layouts: LayoutBatch, works: NDArray[np.bool_], **columns: NDArray[np.generic]
+) -> LayoutBatch:
     """Each layout once for each option that works [n, options], with the option's values
     ([n, options] or [1, options]) in the columns named."""
     row, option = np.nonzero(works)
@@ -429,8 +306,8 @@ def _refuse_fixed(job: Job, choices: Choices) -> None:
     """UserError for the rule that what is fixed breaks, if it breaks one by itself."""
     fixed = {name: value for name, value in choices.fixed.items() if name != "edp"}
     if "recompute" in fixed:
-        fixed["recompute"], fixed["recompute_layers"] = fixed["recompute"]
-    layout = Layout(**fixed)
+        fixed["recompute"], fixed["recompute_layers"] = choices.value("recompute", ("none", 0))
+    layout = replace(Layout(), **fixed)
     world_size = job.cluster.num_devices
     ranks = layout.tp * layout.pp * layout.cp
     if "dp" not in fixed and world_size % ranks == 0:
@@ -438,5 +315,5 @@ def _refuse_fixed(job: Job, choices: Choices) -> None:
     sentences = violations(layout, job.config, job.sequence_length, running=False)
     if "dp" in fixed or world_size % ranks:
         sentences += violations(layout, world_size=world_size, running=False)
-    for sentence in sentences:
-        raise UserError(sentence)
+    if sentences:
+        raise UserError(sentences[0])

@@ -15,11 +15,8 @@ from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.states import KINDS, stage_memory
+from fivefold.plan.search.ranking import TIE_TOLERANCE
 from fivefold.plan.time.stages import Simulated, simulate
-
-TIE_TOLERANCE = 0.005
-"""Share of a step that does not pay for a more intricate layout, such as one with a list of
-layers: of times nearer to each other than this, the simpler layout's is better."""
 
 
 def balanced(
