@@ -48,8 +48,8 @@ from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.search.candidates import every_layout
 from fivefold.plan.search.constraints import Choices, Constraints
 from fivefold.plan.search.search import search
-from fivefold.train.loop import train
 from fivefold.train.runfile import Data, Optimizer, Run
+from fivefold.verify.plan_vs_run import train_and_compare
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FIGURE = ROOT / "docs" / "accuracy.md", ROOT / "docs" / "figures" / "closed-loop.svg"
@@ -170,8 +170,8 @@ def run(model: str, layout: Layout, favourite: bool, cluster: str, steps: int) -
             device="cpu",
         )
         with contextlib.redirect_stdout(io.StringIO()):
-            train(asked)
-        report = json.loads(Path(out, "report.json").read_text())
+            report = train_and_compare(asked)
+        assert report is not None
         lines = Path(out, "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines][WARM_UP:]
     return Result(

@@ -44,8 +44,12 @@ def engine(monkeypatch):
     """Stands in for training and checking, which other tests run: what the command line calls."""
 
     def replace(name, function):
-        module = ModuleType({"loop": "fivefold.train.loop", "check": "fivefold.verify.check"}[name])
-        setattr(module, name.replace("loop", "train"), function)
+        if name == "check":
+            module = ModuleType("fivefold.verify.check")
+            module.__dict__["check"] = function
+        else:
+            module = ModuleType("fivefold.verify.plan_vs_run")
+            module.__dict__["train_and_compare"] = lambda run, write_timeline: function(run)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return replace
@@ -175,7 +179,7 @@ def test_a_bad_run_file_is_one_sentence_and_nothing_is_written(
 
 def test_train_passes_its_options_on_and_the_flags_win(run_file, engine, tmp_path):
     runs: list[Run] = []
-    engine("loop", runs.append)
+    engine("train", runs.append)
     options = ["--layout", "tp2", "--steps", "7", "--out", str(tmp_path / "o"), "--resume"]
     sets = ["--set", "seed=3", "--set", "checkpoint={every: 2, resume: false}"]
     assert main(["train", run_file, *options, *sets]) == 0
@@ -189,7 +193,7 @@ def test_paths_of_train_s_options_are_meant_from_where_one_stands(
 ):
     monkeypatch.chdir(tmp_path)
     runs: list[Run] = []
-    engine("loop", runs.append)
+    engine("train", runs.append)
     options = ["--cluster", "my/here.yaml", "--timeline", "t: 1.pftrace", "--timeline-steps", "5"]
     assert main(["train", run_file, *options]) == 0
     (run,) = runs
@@ -254,7 +258,7 @@ def test_a_user_error_from_training_is_one_sentence(capsys, run_file, engine):
     def refuse(run):
         raise UserError("tp 3 does not divide 8 heads")
 
-    engine("loop", refuse)
+    engine("train", refuse)
     assert sentence(capsys, main(["train", run_file])) == "error: tp 3 does not divide 8 heads"
 
 
@@ -264,7 +268,7 @@ def test_a_failed_worker_is_one_sentence_and_its_traceback_comes_on_demand(
     def fail(run):
         raise WorkerFailure("rank 1 (tp1) failed", rank=1, traceback="Traceback x")
 
-    engine("loop", fail)
+    engine("train", fail)
     monkeypatch.delenv("FIVEFOLD_TRACEBACK", raising=False)
     assert sentence(capsys, main(["train", run_file]), 1) == "error: rank 1 (tp1) failed"
     monkeypatch.setenv("FIVEFOLD_TRACEBACK", "1")
@@ -276,7 +280,7 @@ def test_without_torch_training_says_how_to_install_it(capsys, run_file, engine,
     def import_torch(run):
         import torch  # noqa: F401
 
-    engine("loop", import_torch)
+    engine("train", import_torch)
     monkeypatch.setitem(sys.modules, "torch", None)
     line = sentence(capsys, main(["train", run_file]))
     assert line == "error: training needs torch: pip install 'fivefold[train]'"
@@ -286,13 +290,13 @@ def test_an_interrupted_run_exits_with_130(capsys, run_file, engine):
     def interrupt(run):
         raise KeyboardInterrupt
 
-    engine("loop", interrupt)
+    engine("train", interrupt)
     assert main(["train", run_file]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_an_error_of_our_own_is_not_hidden(run_file, engine):
-    engine("loop", lambda run: 1 / 0)
+    engine("train", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", run_file])
 
@@ -402,7 +406,7 @@ LLAMA = {
 
 def test_train_takes_the_layout_of_a_saved_plan(plan_path, tmp_path, engine):
     runs: list[Run] = []
-    engine("loop", runs.append)
+    engine("train", runs.append)
     run_file = tmp_path / "run.yaml"
     run_file.write_text(RUN.replace("global_batch: 4", "global_batch: 8"))
     assert main(["train", str(run_file), "--layout", plan_path]) == 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.report.plan_vs_run_tables import beside_report
+from fivefold.report.plan_vs_run_tables import plan_vs_run_report
 from tests.helpers import line_with, printed
 
 PARTS = ("compute", "dp", "tp", "world", "bubble", "optimizer", "data", "other")
@@ -43,38 +43,38 @@ def unplanned(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_was_planned_stands_beside_what_was() -> None:
-    shown = printed(*beside_report(report()))
-    assert "a step on pipeline rank 1, mean of 9 steps" in " ".join(shown.split())
+    shown = printed(*plan_vs_run_report(report()))
+    assert "time per step: pipeline rank 1, mean of 9 steps" in " ".join(shown.split())
     assert line_with(shown, "compute") == "compute 50.0 ms 60.0 ms 60.0%"
     assert line_with(shown, "DP, exposed") == "DP, exposed 10.0 ms 20.0 ms 20.0%"
     assert line_with(shown, "bubble") == "bubble: waiting for a stage 20.0 ms 15.0 ms 15.0%"
     assert line_with(shown, "other") == "other 5.00 ms -"
-    assert line_with(shown, "a step  ") == "a step 90.0 ms 100 ms"
-    assert line_with(shown, "memory") == "memory of a rank, at most 80.0 MB 90.0 MB"
-    assert "Every rank sent what the plan says, to the byte, in the last step." in shown
+    assert line_with(shown, "step  ") == "step 90.0 ms 100 ms"
+    assert line_with(shown, "memory") == "peak memory per rank 80.0 MB 90.0 MB"
+    assert "Measured bytes match the plan exactly on every rank (last step)." in shown
     assert "calibrate" not in shown
 
 
 def test_how_uneven_the_routing_was_is_told_where_experts_are_spread() -> None:
-    assert "busiest" not in printed(*beside_report(report()))
-    told = "the busiest expert rank had 1.50 times the mean's tokens"
-    assert f"{told}; the plan beside the run is made for that." in " ".join(
-        printed(*beside_report(report(imbalance=1.5))).split()
-    )
-    assert f"{told}." in " ".join(printed(*beside_report(unplanned(imbalance=1.5))).split())
+    assert "imbalance" not in printed(*plan_vs_run_report(report()))
+    told = "Expert imbalance in the last micro-batch: 1.50x (max/mean tokens per rank)."
+    planned = " ".join(printed(*plan_vs_run_report(report(imbalance=1.5))).split())
+    assert f"{told} The prediction uses this value." in planned
+    unpredicted = " ".join(printed(*plan_vs_run_report(unplanned(imbalance=1.5))).split())
+    assert told in unpredicted and "prediction" not in unpredicted
 
 
 def test_parts_that_neither_side_has_are_left_out() -> None:
-    shown = printed(*beside_report(report()))
+    shown = printed(*plan_vs_run_report(report()))
     assert all(words not in shown for words in ("TP", "last rank", "reading data"))
 
 
 def test_without_a_cluster_the_run_stands_alone_and_it_says_what_would_help() -> None:
-    shown = printed(*beside_report(unplanned(steps=1)))
-    assert "a step on all ranks, one step" in " ".join(shown.split())
+    shown = printed(*plan_vs_run_report(unplanned(steps=1)))
+    assert "time per step: all ranks, 1 step" in " ".join(shown.split())
     assert line_with(shown, "compute") == "compute - 60.0 ms 60.0%"
-    assert line_with(shown, "memory") == "memory of a rank, at most - 90.0 MB"
-    assert "`fivefold calibrate` measures this machine" in shown
+    assert line_with(shown, "memory") == "peak memory per rank - 90.0 MB"
+    assert "Run `fivefold calibrate` to measure this machine:" in shown
 
 
 def test_a_message_that_the_plan_does_not_know_is_named() -> None:
@@ -89,17 +89,17 @@ def test_a_message_that_the_plan_does_not_know_is_named() -> None:
         "predicted_calls": 0,
         "measured_calls": 1.0,
     }
-    shown = printed(*beside_report(report(ledger_differences=[row])))
+    shown = printed(*plan_vs_run_report(report(ledger_differences=[row])))
     line = "rank 3: tp forward all_reduce of 4,096 bytes over 2: 0 calls predicted, 1 measured"
     assert line in shown
-    assert "The last step did not send what the plan says." in shown
-    assert "to the byte" not in shown
+    assert "Measured bytes differ from the plan (last step)." in shown
+    assert "exactly" not in shown
 
 
 def test_one_process_has_no_messages_to_compare() -> None:
-    shown = printed(*beside_report(report(ledger=[])))
-    assert "sent" not in shown
+    shown = printed(*plan_vs_run_report(report(ledger=[])))
+    assert "bytes" not in shown
 
 
 def test_on_a_gpu_it_says_whose_clock_was_read() -> None:
-    assert "Times are the host's" in printed(*beside_report(report(device="cuda")))
+    assert "Times are host times" in printed(*plan_vs_run_report(report(device="cuda")))

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from fivefold.cli import main
 from fivefold.cluster.cluster import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import parse
@@ -25,15 +26,17 @@ from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
-from fivefold.train import loop
-from fivefold.train.checkpoint import checkpoint
+from fivefold.report.timeline import save_run
+from fivefold.train import checkpoint, loop
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.launch import launch
 from fivefold.train.learning_rate import learning_rate
-from fivefold.train.loop import choose_start, train
+from fivefold.train.loop import train
 from fivefold.train.prepare import prepare_run
 from fivefold.train.runfile import Run, load_run
+from fivefold.train.start import choose_start
 from fivefold.train.trainer import StepResult, Trainer
+from fivefold.verify.plan_vs_run import train_and_compare
 from tests.helpers import refusal
 from tests.plan import cores
 from tests.report.test_timeline import read as read_timeline
@@ -111,26 +114,35 @@ def test_a_run_shows_its_steps_and_writes_them(
         assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"])
     assert re.findall(r"^step (\d+)/3 ", shown, re.MULTILINE) == ["2", "3"]
     assert f"loss {rows[1]['loss']:.4f}" in shown
-    assert re.search(r"^steps 1 to 3 in .* tokens/s, peak memory .* MB a rank$", shown, re.M)
+    assert re.search(r"^steps 1 to 3 in .* tokens/s, peak memory .* MB per rank$", shown, re.M)
     assert "dp2 ga2: 2 devices = dp 2" in shown
     assert "64 tokens: 4 sequences of 16" in shown
     assert "cpu, gloo, fp32" in shown
 
     copy = Path(values["out"], "run.yaml")
     assert load_run(copy).model_dump() == run.model_dump()
-    assert sorted(os.listdir(values["out"])) == ["metrics.jsonl", "report.json", "run.yaml"]
+    assert sorted(os.listdir(values["out"])) == ["metrics.jsonl", "run.yaml"]
 
 
-def test_a_run_ends_with_its_plan_beside_it(
+def run_file(values: dict[str, Any], **changes: Any) -> Path:
+    path = Path(values["folder"], "run.yaml")
+    keys = {key: value for key, value in (values | changes).items() if key != "folder"}
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def test_a_run_ends_with_a_comparison_with_its_plan(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     layout = "tp2 pp2 dp2 ep2"
     cluster = cores.write(tmp_path)
-    train(make(values, model=MIXTURE, layout=layout, cluster=cluster))
+    assert (
+        main(["train", str(run_file(values, model=MIXTURE, layout=layout, cluster=cluster))]) == 0
+    )
     shown = capfd.readouterr().out
     report = json.loads(Path(values["out"], "report.json").read_text())
     assert 1 < report["imbalance"] <= 2  # of 2 expert ranks
-    assert f"busiest expert rank had {report['imbalance']:.2f} times" in " ".join(shown.split())
+    assert f"in the last micro-batch: {report['imbalance']:.2f}x (max" in " ".join(shown.split())
     engine, machine = ENGINES["fivefold"], load_cluster(cluster, 8)
     imbalance = report["imbalance"]
     job = Job(load_config(MIXTURE), machine, 16, 4, "fp32", engine, imbalance=imbalance)
@@ -140,7 +152,7 @@ def test_a_run_ends_with_its_plan_beside_it(
     even = estimate(replace(job, imbalance=1.0), planned.layout)
     assert planned.peak_memory_bytes > even.peak_memory_bytes
     assert report["ledger"] and not report["ledger_differences"]
-    assert "Every rank sent what the plan says, to the byte, in the last step." in shown
+    assert "Measured bytes match the plan exactly on every rank (last step)." in shown
     assert report["steps"] == 5  # of 6: the first warms up
     measured = [row["measured_s"] for row in report["seconds"] if row["part"] != "other"]
     assert sum(measured) == pytest.approx(report["step_s"]["measured"])
@@ -159,10 +171,10 @@ def test_a_run_ends_with_its_plan_beside_it(
     assert re.search(r"^bubble: waiting for a stage +\d.*\d.*%$", shown, re.MULTILINE)
 
 
-def test_a_cluster_that_cannot_compute_as_the_run_does_is_refused_before_it_starts(
+def test_a_cluster_that_cannot_compute_as_the_run_does_is_rejected_before_the_run_starts(
     values: dict[str, Any],
 ) -> None:
-    text = refusal(train, make(values, cluster="0.05TFLOPS,8GB,0.01TB/s:8x2GB/s"))
+    text = refusal(train_and_compare, make(values, cluster="0.05TFLOPS,8GB,0.01TB/s:8x2GB/s"))
     assert "has no matrix products in fp32: it has bf16" in text
     assert not Path(values["out"]).exists()
 
@@ -172,7 +184,9 @@ def test_a_timeline_has_the_steps_after_the_first_of_all_ranks(
     steps: int, shown: set[int], values: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.pftrace"
-    train(make(values, steps=steps, layout="pp2 tp2", timeline=str(file), timeline_steps=2))
+    train(
+        make(values, steps=steps, layout="pp2 tp2", timeline=str(file), timeline_steps=2), save_run
+    )
     slices = read_timeline(file)
     names = {f"rank {rank}: pp{rank // 2} tp{rank % 2}" for rank in range(4)}
     assert {each.place[0] for each in slices} == names
@@ -209,8 +223,8 @@ def test_the_parameter_count_is_that_of_the_whole_model_in_every_layout(
     shown = capfd.readouterr().out
     counts = count_parameters(load_config(MIXTURE))
     assert counts.total == 264_832 + 2 * 129 * 64  # TINY-M, whose vocabulary is 128
-    assert f"{counts.total:,} parameters, {counts.active:,} of them for a token" in shown
-    [held] = re.findall(r"^a rank +(.*)$", shown, re.MULTILINE)
+    assert f"{counts.total:,} parameters, {counts.active:,} active per token" in shown
+    [held] = re.findall(r"^rank +(.*)$", shown, re.MULTILINE)
     if a_rank is not None:
         assert held == a_rank
     numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", held)]
@@ -235,7 +249,7 @@ def test_a_resumed_run_is_the_run_that_was_never_broken(
 
     train(make(values, checkpoint={"every": 4, "resume": True}))
     shown = capfd.readouterr().out
-    assert "resuming after step 2 (128 tokens), which was trained as dp2 ga2" in shown
+    assert "resuming after step 2 (128 tokens), trained with layout dp2 ga2" in shown
     assert "note:" not in shown
     assert "steps 3 to 6 in" in shown
     assert [row["step"] for row in metrics(values)] == [1, 2, 3, 4, 5, 6]
@@ -243,7 +257,7 @@ def test_a_resumed_run_is_the_run_that_was_never_broken(
     assert checkpoints(values) == [4, 6]
 
     train(make(values, checkpoint={"resume": True}))
-    assert "step-000006 is after step 6 and the run has 6: all done" in capfd.readouterr().out
+    assert "step-000006 is after step 6, and the run has 6 steps" in capfd.readouterr().out
 
 
 def test_a_run_resumes_in_a_pipeline(values: dict[str, Any]) -> None:
@@ -299,8 +313,8 @@ def test_a_learning_rate_that_would_jump_is_told(
     choose_start(prepare_run(make(halfway, steps=2000)))
     note = capsys.readouterr().out.splitlines()[-1]
     assert note.startswith(
-        "note: the learning rate goes on with 0.00027153, where the checkpoint's run would have "
-        "taken 0.00018844"
+        "note: the learning rate resumes at 0.00027153; the checkpoint's run would have used "
+        "0.00018844"
     )
 
 
@@ -310,7 +324,7 @@ def test_a_learning_rate_that_would_jump_is_told(
 def test_a_folder_with_checkpoints_is_not_trained_over(values: dict[str, Any]) -> None:
     train(make(values, layout="dp1", steps=1, checkpoint={"every": 1}))
     before = metrics(values)
-    assert "add --resume to go on from there" in refusal(train, make(values))
+    assert "add --resume to continue that run" in refusal(train, make(values))
     other = make(values, seed=1, checkpoint={"resume": True})
     assert "seed is 0 there and 1 here" in refusal(train, other)
     assert metrics(values) == before
@@ -323,7 +337,7 @@ def test_resume_without_a_checkpoint_starts_with_the_first_step(
     partial.mkdir(parents=True)
     train(make(values, layout="dp1", steps=1, checkpoint={"every": 1, "resume": True}))
     shown = capfd.readouterr().out
-    assert f"ignored {partial}: a save that was cut off has left it" in shown
+    assert f"ignored {partial}: an interrupted save left it" in shown
     assert "there is no checkpoint in" in shown
     assert checkpoints(values) == [1]
     assert not partial.exists()
@@ -343,7 +357,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
     assert "12 bytes a parameter" in refusal(train, make(values, checkpoint={"every": 1}))
     assert not (tmp_path / "out").exists()
 

@@ -121,7 +121,7 @@ def report(run: Run, steps: list[StepMetrics], peak: float | None = None) -> Non
     reporter = Reporter(run, steps[0].step - 1, flops_per_step=10**12, peak_flops_per_s=peak)
     for each in steps:
         reporter.step(each)
-    reporter.finish(steps[-1], 123_000_000)
+    reporter.finish(123_000_000)
     reporter.close()
 
 
@@ -138,7 +138,7 @@ def test_a_line_every_log_every_steps_and_for_the_last(
     ]
     assert summary.startswith("steps 1 to 5 in ")
     # The first step warms up: 4000 tokens in 2 + 3 + 4 + 5 s.
-    assert summary.endswith("loss 5.0000, 286 tokens/s, peak memory 123 MB a rank")
+    assert summary.endswith("loss 5.0000, 286 tokens/s, peak memory 123 MB per rank")
 
 
 def test_the_use_of_the_device_is_shown_where_its_peak_is_known(

@@ -42,9 +42,9 @@ def values(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def refused(values: dict[str, Any], tmp_path: Path, world_size: int | None = None) -> str:
+def refused(values: dict[str, Any], tmp_path: Path) -> str:
     """The one sentence of a refusal, which comes before anything is written."""
-    message = refusal(prepare_run, Run.model_validate(values), world_size)
+    message = refusal(prepare_run, Run.model_validate(values))
     assert not (tmp_path / "cache").exists()
     return message
 
@@ -63,10 +63,20 @@ def test_a_run_file_becomes_all_that_a_process_needs(values: dict[str, Any]) -> 
     assert np.array_equal(again.samples.read(ids).tokens, prepared.samples.read(ids).tokens)
 
 
-def test_the_number_of_processes_gives_a_dp_that_was_left_out(values: dict[str, Any]) -> None:
+def test_the_number_of_processes_gives_a_dp_that_was_left_out(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.model_validate(values | {"layout": "tp2"})
-    assert str(prepare_run(run, world_size=8).layout) == "tp2 dp4 ga2"
     assert str(prepare_run(run).layout) == "tp2 ga8"
+    started(8, monkeypatch)
+    assert str(prepare_run(run).layout) == "tp2 dp4 ga2"
+
+
+def started(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torchrun had started this process."""
+    variables = {"RANK": 0, "WORLD_SIZE": processes, "MASTER_ADDR": "here", "MASTER_PORT": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def test_accumulation_that_is_stated_gives_the_micro_batch(values: dict[str, Any]) -> None:
@@ -75,13 +85,13 @@ def test_accumulation_that_is_stated_gives_the_micro_batch(values: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "told"),
+    ("changes", "processes", "told"),
     [
         ({"layout": "tp3"}, None, "tp 3 does not divide 4 attention heads"),
         ({"layout": "tpp2"}, None, "unknown layout token 'tpp2'"),
         ({"layout": "dp3"}, None, "global batch 8 is not a multiple of dp 3"),
         ({"layout": "ep2 dp2"}, None, "is a dense model"),
-        ({"layout": "dp2"}, 4, "the number of devices is 4"),
+        ({"layout": "dp2"}, 4, "the layout is for 2 ranks, but 4 were started"),
         ({"layout": "ring3"}, None, "sequence length 16 is not a multiple"),
         ({"model": MODEL | {"vocab_size": 256}}, None, "'bytes' has 257 tokens"),
         ({"model": MODEL | {"hidden_sizes": 3}}, None, "hidden_sizes"),
@@ -89,9 +99,16 @@ def test_accumulation_that_is_stated_gives_the_micro_batch(values: dict[str, Any
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
-    changes: dict, world_size: int | None, told: str, values: dict[str, Any], tmp_path: Path
+    changes: dict,
+    processes: int | None,
+    told: str,
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert told in refused(values | changes, tmp_path, world_size)
+    if processes is not None:
+        started(processes, monkeypatch)
+    assert told in refused(values | changes, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plan beside the run: the arithmetic of it. Runs that end with it are in test_loop."""
+"""A run compared with its plan: the arithmetic. Whole runs are in train/test_loop."""
 
 from __future__ import annotations
 
@@ -11,33 +11,15 @@ from fivefold.layout.notation import Layout, parse
 from fivefold.ledger import Ledger
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.step_trace import PARTS, Spans, Work
-from fivefold.verify.plan_vs_run import (
-    RankOutcome,
-    StepAverages,
-    measured_imbalance,
-    predicted_seconds,
-)
+from fivefold.step_trace import PARTS
+from fivefold.train.outcome import RankOutcome
+from fivefold.verify.plan_vs_run import measured_imbalance, predicted_seconds
 from tests.parallel.dry import tiny_mixture
 
 
 def planned(layout: Layout) -> Estimate:
     cluster = load_cluster("dgx-h100", layout.world_size)
     return estimate(Job(tiny_mixture(), cluster, 48, 8, "bf16", ENGINES["fivefold"]), layout)
-
-
-def step(total_s: float, data_s: float) -> Spans:
-    return Spans(1.0, 1.0 + total_s, [Work("data", 1.0, 1.0 + data_s)])
-
-
-def test_the_first_step_is_left_out_of_the_mean_if_there_is_another() -> None:
-    tally = StepAverages()
-    tally.add(step(9.0, 1.0))
-    assert tally.mean()["compute"] == 8.0
-    tally.add(step(2.0, 0.5))
-    tally.add(step(3.0, 0.5))
-    mean = tally.mean()
-    assert (mean["compute"], mean["data"], tally.steps) == (2.0, 0.5, 2)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def check(
       fivefold check examples/first-run.yaml --steps 2
       fivefold check examples/dp.yaml --layout "tp2 sp" --json
     """
-    from fivefold.train.runfile import load_run
+    from fivefold.verify.planned_run import load_planned_run
 
-    run = load_run(run_file, layout, overrides)
+    run = load_planned_run(run_file, layout, overrides)
 
     from fivefold.verify.check import check as check_run
 

@@ -1,6 +1,5 @@
 """`fivefold plan`."""
 
-import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -318,13 +317,9 @@ def _show(request: "PlanRequest", options: PlanOptions) -> None:
 
 
 def _print(result: dict) -> None:
-    from rich.console import Console
-
     from fivefold.report.plan_tables import WIDTH, plan_report
 
-    # A pipe has no width of its own.
-    out = console() if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
-    out.print(*plan_report(result), sep="\n")
+    console(WIDTH).print(*plan_report(result), sep="\n")
 
 
 def _save_timeline(request: "PlanRequest", layout: str, path: str) -> None:

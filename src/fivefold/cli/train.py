@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Overrides, RunFile, RunLayout
+from fivefold.cli.output import console
 from fivefold.files import is_yaml
 
 OUTPUT = "Output"
@@ -83,7 +84,7 @@ def train(
       fivefold train examples/first-run.yaml --steps 5 --timeline run.pftrace
       torchrun --nproc-per-node 8 -m fivefold train examples/first-run.yaml
     """
-    from fivefold.train.runfile import load_run
+    from fivefold.verify.planned_run import load_planned_run
 
     if cluster is not None and is_yaml(cluster):
         cluster = os.path.abspath(cluster)
@@ -95,8 +96,16 @@ def train(
     }
     overrides = list(overrides or [])
     overrides += [f"{key}={json.dumps(x)}" for key, x in options.items() if x is not None]
-    run = load_run(run_file, layout, overrides, steps, out)
+    run = load_planned_run(run_file, layout, overrides, steps, out)
 
-    from fivefold.train.loop import train as train_run
+    from fivefold.report.timeline import check_writer, save_run
+    from fivefold.verify.plan_vs_run import train_and_compare
 
-    train_run(run)
+    if run.timeline is not None:
+        check_writer(run.timeline)
+    report = train_and_compare(run, save_run)
+    if report is not None:
+        from fivefold.report.plan_tables import WIDTH
+        from fivefold.report.plan_vs_run_tables import plan_vs_run_report
+
+        console(WIDTH).print("", *plan_vs_run_report(report), sep="\n")

@@ -1,4 +1,4 @@
-"""The plan beside the run, for the terminal; rows as in the run's report.json."""
+"""A run compared with its plan, for the terminal; rows as in the run's report.json."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WORDS = {
 }
 
 
-def beside_report(report: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """What stands at the end of a run."""
+def plan_vs_run_report(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What is printed at the end of a run."""
     yield seconds_table(report)
     yield ""
     yield from _notes(report)
@@ -31,9 +31,9 @@ def beside_report(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def seconds_table(report: Mapping[str, Any]) -> Table:
     """Where a step's seconds went, and the memory."""
-    steps = f"mean of {report['steps']:,} steps" if report["steps"] > 1 else "one step"
+    steps = f"mean of {report['steps']:,} steps" if report["steps"] > 1 else "1 step"
     who = "all ranks" if report["pp_rank"] is None else f"pipeline rank {report['pp_rank']}"
-    table = plain_table(f"the plan beside the run: a step on {who}, {steps}")
+    table = plain_table(f"time per step: {who}, {steps}")
     table.add_column("")
     for column in ("predicted", "measured", "of the step"):
         table.add_column(column, justify="right")
@@ -45,10 +45,10 @@ def seconds_table(report: Mapping[str, Any]) -> Table:
             share = "" if sides[1] is None else f"{sides[1] / step['measured']:.1%}"
             table.add_row(_part(row["part"]), *map(_seconds, sides), share)
     table.add_section()
-    table.add_row("a step", _seconds(step["predicted"]), _seconds(step["measured"]), "")
+    table.add_row("step", _seconds(step["predicted"]), _seconds(step["measured"]), "")
     memory = report["memory"]
     sizes = memory["predicted_bytes"], memory["measured_bytes"]
-    table.add_row("memory of a rank, at most", *map(_bytes, sizes), "")
+    table.add_row("peak memory per rank", *map(_bytes, sizes), "")
     return table
 
 
@@ -70,20 +70,19 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     differences: Sequence[Mapping[str, Any]] = report["ledger_differences"]
     if differences:
         yield from map(ledger_difference, differences[:5])
-        yield "[bold red]The last step did not send what the plan says.[/]"
+        yield "[bold red]Measured bytes differ from the plan (last step).[/]"
     elif report["ledger"]:
-        yield "Every rank sent what the plan says, to the byte, in the last step."
+        yield "Measured bytes match the plan exactly on every rank (last step)."
     if report["imbalance"] is not None:
         planned = report["step_s"]["predicted"] is not None
         yield (
-            "In the last micro-batch the busiest expert rank had "
-            f"{report['imbalance']:.2f} times the mean's tokens"
-            + ("; the plan beside the run is made for that." if planned else ".")
+            f"Expert imbalance in the last micro-batch: {report['imbalance']:.2f}x "
+            "(max/mean tokens per rank)." + (" The prediction uses this value." if planned else "")
         )
     if report["device"] == "cuda":
         yield (
-            "Times are the host's, which issues a message to a GPU and goes on: what is waited for "
-            "there is part of compute here."
+            "Times are host times. The host does not wait for a message that it issues to a GPU: "
+            "time spent waiting on the GPU counts as compute."
         )
     if report["step_s"]["predicted"] is None:
-        yield "`fivefold calibrate` measures this machine; then predicted seconds stand here too."
+        yield "Run `fivefold calibrate` to measure this machine: predicted times then appear too."

@@ -176,6 +176,13 @@ def _add_afterwards(rank: Rank, waits: Sequence[Afterwards], optimizer_s: float)
 # --- the file ----------------------------------------------------------------------------------
 
 
+def save_run(
+    path: str, names: Sequence[str], steps: Sequence[Sequence[Spans]], first_step: int
+) -> None:
+    """Writes what a run recorded (see `of_run`). UserError where that fails."""
+    save(of_run(names, steps, first_step), path)
+
+
 def save(ranks: Iterable[Rank], path: str | Path) -> None:
     """Writes the file. UserError where that fails."""
     from perfetto.trace_builder.proto_builder import TraceProtoBuilder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,12 +15,10 @@ import yaml
 
 from fivefold.errors import UserError
 from fivefold.files import atomic_write
-from fivefold.layout.notation import parse, stated
-from fivefold.model.counts import count_parameters, flops_per_token
-from fivefold.report.timeline import check_writer
+from fivefold.model.counts import flops_per_token
 from fivefold.train.data import Samples, data_hash
 from fivefold.train.failures import where
-from fivefold.train.launch import BACKENDS, launch
+from fivefold.train.launch import launch
 from fivefold.train.learning_rate import learning_rate
 from fivefold.train.metrics import (
     Reporter,
@@ -31,53 +28,48 @@ from fivefold.train.metrics import (
     peak_flops_per_s,
     peak_memory_bytes,
 )
+from fivefold.train.outcome import RankOutcome, RunOutcome, StepAverages
 from fivefold.train.prepare import Prepared, plan_run, prepare_run, prepare_samples
 from fivefold.train.runfile import Run
-from fivefold.train.torchrun import (
-    check_world_size,
-    describe_here,
-    join,
-    joined_by_torchrun,
-    processes_of_torchrun,
-)
-from fivefold.verify.plan_vs_run import RankOutcome, Report, StepAverages, beside, gather, job_of
+from fivefold.train.torchrun import describe_here, join, joined_by_torchrun
 
 if TYPE_CHECKING:
-    from fivefold.plan.engines import Job
-    from fivefold.train.checkpoint.checkpoint import Saved
+    from fivefold.train.checkpoint import Saved
+    from fivefold.train.timeline import WriteTimeline
     from fivefold.train.trainer import StepResult, Trainer
 
-SKIPS_IN_A_ROW = 10
-"""Steps without a finite gradient after which a run stops: it will not recover by itself."""
+MAX_SKIPS = 10
+"""Consecutive steps without a finite gradient after which a run stops: it will not recover."""
 
 
-def train(run: Run) -> None:
+def train(run: Run, write_timeline: WriteTimeline | None = None) -> RunOutcome | None:
     """Train as a run file says, in local processes, or as one of those that torchrun started.
 
-    Raises UserError for a run that cannot be (before a process has started and anything has
+    `write_timeline` writes the file that `run.timeline` names; without it none is written. Returns
+    what all ranks measured; None if no step was left to do, and under torchrun on ranks other than
+    0. Raises UserError for a run that cannot start (before a process has started and anything has
     been written), WorkerFailure when one of its processes fails.
     """
     check_tensorboard(run)
-    if run.timeline is not None:
-        check_writer(run.timeline)
     if joined_by_torchrun():
-        _train_joined(run)
-        return
+        return _train_joined(run, write_timeline)
+    from fivefold.train.start import choose_start
+
     prepared = prepare_run(run)
-    job = job_of(prepared)
     start = choose_start(prepared)
     if start is not None and start.step >= run.steps:
-        return
+        return None
     with _cursor_restored():
-        launch(
+        outcomes = launch(
             train_rank,
             prepared.layout.world_size,
             prepared,
             start,
-            job,
+            write_timeline,
             device=prepared.device,
             timeout_s=run.timeout_s,
         )
+    return outcomes[0]
 
 
 @contextmanager
@@ -90,105 +82,32 @@ def _cursor_restored() -> Iterator[None]:
             print("\x1b[?25h", end="", flush=True)
 
 
-# --- where a run starts ------------------------------------------------------------------------
-
-
-def choose_start(prepared: Prepared) -> Saved | None:
-    """The checkpoint that the run goes on from, maybe that of its last step; None if it starts
-    with the first one. Looks, too, whether `out` can be written and has room. Raises UserError if
-    the run cannot start."""
-    from fivefold.train.checkpoint import checkpoint
-
-    run = prepared.run
-    if run.out is None:
-        return None
-    _check_writable(Path(run.out))
-    folder = _checkpoints(run)
-    complete, partial = checkpoint.find(folder)
-    for path in partial:
-        print(f"ignored {path}: a save that was cut off has left it")
-    newest = complete[-1] if complete else None
-    if newest is not None and not run.checkpoint.resume:
-        raise UserError(
-            f"{run.out} holds the checkpoints of an earlier run, up to step {newest.step}: add "
-            "--resume to go on from there, or choose another out"
-        )
-    if newest is not None:
-        checkpoint.check_resumable(newest, prepared.config, prepared.samples)
-        _say_what_goes_on(newest, run)
-    elif run.checkpoint.resume:
-        print(f"there is no checkpoint in {folder}: starting with the first step")
-    if run.checkpoint.every is not None:
-        steps = run.steps - (newest.step if newest else 0)
-        saves = -(-steps // run.checkpoint.every)
-        checkpoint.check_room(folder, prepared.config, run.checkpoint.keep, saves)
-    _make_folder(Path(run.out))
-    return newest
-
-
-def _checkpoints(run: Run) -> Path:
-    return Path(str(run.out), "checkpoints")
-
-
-def _check_writable(out: Path) -> None:
-    exists = next(path for path in (out, *out.parents) if path.exists())
-    if not exists.is_dir():
-        raise UserError(f"out {out} cannot be made, for {exists} is a file: choose another out")
-    if not os.access(exists, os.W_OK | os.X_OK):
-        raise UserError(f"out {out} cannot be written: {exists} does not allow it")
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out {out} cannot be made: {error.strerror}; choose another out"
-        ) from error
-
-
-def _say_what_goes_on(newest: Saved, run: Run) -> None:
-    if newest.step >= run.steps:
-        print(f"{newest.folder} is after step {newest.step} and the run has {run.steps}: all done")
-        return
-    print(
-        f"resuming after step {newest.step} ({newest.tokens:,} tokens), which was trained as "
-        f"{newest.layout}"
-    )
-    rate = learning_rate(newest.step, run)
-    if abs(rate - newest.learning_rate) > 1e-9 * abs(rate):
-        print(
-            f"note: the learning rate goes on with {rate:.5g}, where the checkpoint's run would "
-            f"have taken {newest.learning_rate:.5g}: lr, lr_schedule or steps have been changed"
-        )
-
-
 # --- under torchrun ----------------------------------------------------------------------------
 
 
-def _train_joined(run: Run) -> None:
+def _train_joined(run: Run, write_timeline: WriteTimeline | None) -> RunOutcome | None:
     import torch.distributed as dist
 
-    if {"dp", "edp"} & stated(run.layout):
-        check_world_size(parse(run.layout).world_size)
-    plan = plan_run(run, processes_of_torchrun())
-    job = job_of(plan)
+    from fivefold.train.start import agree_on_start
+
+    plan = plan_run(run)
     join(plan.device, run.timeout_s)
-    rank = dist.get_rank()
+    rank, outcome = dist.get_rank(), None
     try:
-        samples = _prepare_once_a_node(run)
+        samples = _prepare_once_per_node(run)
         prepared = Prepared(run, plan.config, plan.layout, plan.device, samples)
-        start = _agree_on_start(prepared)
+        start = agree_on_start(prepared)
         if start is None or start.step < run.steps:
-            train_rank(prepared, start, job)
+            outcome = train_rank(prepared, start, write_timeline)
         dist.destroy_process_group()
     except UserError:
         raise
     except Exception as error:
         raise describe_here(rank, error) from error
+    return outcome
 
 
-def _prepare_once_a_node(run: Run) -> Samples:
+def _prepare_once_per_node(run: Run) -> Samples:
     """One process of each node tokenizes; the others wait for its files, however long it takes."""
     import torch.distributed as dist
 
@@ -212,72 +131,72 @@ def _prepare_once_a_node(run: Run) -> Samples:
     return samples
 
 
-def _agree_on_start(prepared: Prepared) -> Saved | None:
-    """What rank 0 finds in `out` holds for all."""
-    import torch.distributed as dist
-
-    outcome: list[tuple[Saved | None, str | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [(choose_start(prepared), None)]
-        except UserError as error:
-            outcome = [(None, str(error))]
-    dist.broadcast_object_list(outcome, src=0)
-    [(start, refusal)] = outcome
-    if refusal is not None:
-        raise UserError(refusal)
-    return start
-
-
 # --- one rank ----------------------------------------------------------------------------------
 
 
-def train_rank(prepared: Prepared, start: Saved | None, job: Job | None) -> None:
-    """What each process does, once the default process group exists. `job`: what is planned beside
-    the run."""
+def train_rank(
+    prepared: Prepared, start: Saved | None, write_timeline: WriteTimeline | None = None
+) -> RunOutcome | None:
+    """What each process does once the default process group exists; rank 0 has the outcome."""
     import torch.distributed as dist
 
-    from fivefold.train.checkpoint import checkpoint
+    from fivefold.train import checkpoint
+    from fivefold.train.header import header
+    from fivefold.train.timeline import TimelineRecorder
     from fivefold.train.trainer import make_trainer
 
-    run = prepared.run
+    run, finished = prepared.run, start.step if start else 0
     memory_before = begin_peak_memory()
     where.doing = "building the model"
     trainer = make_trainer(prepared, run.optimizer, run.precision)
     if start is not None:
         where.doing = f"loading {start.folder.name}"
         checkpoint.load(trainer, start)
-    header = _header(prepared, trainer)
-    reporter = None
-    if dist.get_rank() == 0:
-        reporter = _reporter(prepared, start.step if start else 0, header)
+    first_lines = header(prepared, trainer)
+    reporter = _reporter(prepared, finished, first_lines) if dist.get_rank() == 0 else None
     where.doing = ""
-    tally = StepAverages()
+    averages = StepAverages()
+    recorder = TimelineRecorder(run, trainer.axes, finished, write_timeline)
     try:
-        last = _steps(trainer, run, start, reporter, tally)
+        for metrics in _steps(trainer, run, start):
+            averages.add(trainer.spans)
+            recorder.step(metrics.step, trainer.spans)
+            if reporter is not None:
+                reporter.step(metrics)
         peak = peak_memory_bytes()
-        outcome = RankOutcome(
-            tally.mean(), trainer.ledger, peak - memory_before, peak, _expert_rows(trainer)
+        ranks = _gather(
+            RankOutcome(
+                averages.mean(), trainer.ledger, peak - memory_before, peak, _expert_rows(trainer)
+            )
         )
-        outcomes = gather(outcome)
-        if reporter is not None and outcomes is not None:
-            reporter.finish(last, max(each.peak_bytes for each in outcomes))
-            _show_beside(run, beside(prepared, job, outcomes, max(1, tally.steps)))
+        if reporter is None or ranks is None:
+            return None
+        reporter.finish(max(each.peak_bytes for each in ranks))
+        return RunOutcome(prepared, ranks, max(1, averages.steps))
     finally:
         if reporter is not None:
             reporter.close()
 
 
+def _gather(outcome: RankOutcome) -> list[RankOutcome] | None:
+    """The outcomes of all ranks, on rank 0. All ranks call this."""
+    import torch.distributed as dist
+
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(outcome, everyone)
+    return cast("list[RankOutcome] | None", everyone)
+
+
 def _expert_rows(trainer: Trainer) -> list[int]:
-    """By MoE layer: the rows that this rank's experts worked on in the last micro-batch."""
+    """By MoE layer: the rows that this rank's experts computed in the last micro-batch."""
     from fivefold.model.moe import MoE
 
     modules = (m for stage in trainer.stages.values() for m in stage.modules())
-    return [module.rows for module in modules if isinstance(module, MoE)]
+    return [int(module.rows) for module in modules if isinstance(module, MoE)]
 
 
 def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
-    run, layout = prepared.run, prepared.layout
+    run, layout, length = prepared.run, prepared.layout, prepared.run.data.sequence_length
     peak = None
     if prepared.device == "cuda":
         import torch
@@ -288,43 +207,23 @@ def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
         Path(run.out).mkdir(parents=True, exist_ok=True)
         atomic_write(Path(run.out, "run.yaml"), text)
     print(header, flush=True)
-    length = run.data.sequence_length
+    flops = flops_per_token(prepared.config, length, causal=True)
     return Reporter(
         run,
         finished_steps,
-        flops_per_step=run.global_batch
-        * length
-        * flops_per_token(prepared.config, length, causal=True),
+        flops_per_step=run.global_batch * length * flops,
         peak_flops_per_s=None if peak is None else peak * layout.world_size,
     )
 
 
-def _show_beside(run: Run, report: Report) -> None:
-    """Prints the plan beside the run, and writes it where there is a folder."""
-    from rich.console import Console
-
-    from fivefold.report.plan_tables import WIDTH
-    from fivefold.report.plan_vs_run_tables import beside_report
-
-    # A pipe has no width of its own.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print("", *beside_report(report), sep="\n")
-    if run.out is not None:
-        atomic_write(Path(run.out, "report.json"), json.dumps(report, indent=2) + "\n")
-
-
-def _steps(
-    trainer: Trainer, run: Run, start: Saved | None, reporter: Reporter | None, tally: StepAverages
-) -> StepMetrics:
-    """Train to the end of the run; returns what the last step did."""
-    from fivefold.train.checkpoint import checkpoint
-    from fivefold.train.timeline import TimelineRecorder
-
-    watch = TimelineRecorder(run, trainer.axes, finished_steps=start.step if start else 0)
+def _steps(trainer: Trainer, run: Run, start: Saved | None) -> Iterator[StepMetrics]:
+    """Train to the end of the run. A step is saved when what it yielded has been reported."""
+    from fivefold.train import checkpoint
+    from fivefold.train.start import checkpoints
 
     finished, tokens = (start.step, start.tokens) if start else (0, 0)
     skips = 0
-    while True:
+    while finished < run.steps:
         where.step = finished + 1
         began = time.perf_counter()
         rate = learning_rate(finished, run)
@@ -333,23 +232,18 @@ def _steps(
         tokens += result.tokens
         metrics = _metrics(finished, rate, result, time.perf_counter() - began)
         where.doing = ""
-        tally.add(trainer.spans)
-        watch.step(finished, trainer.spans)
-        if reporter is not None:
-            reporter.step(metrics)
+        yield metrics
         skips = skips + 1 if result.skipped else 0
-        if skips == SKIPS_IN_A_ROW:
+        if skips == MAX_SKIPS:
             raise UserError(_diverged(finished, result, run))
         every = run.checkpoint.every
         if every is not None and (finished % every == 0 or finished == run.steps):
             where.doing = "saving a checkpoint"
-            folder = _checkpoints(run)
+            folder = checkpoints(run)
             checkpoint.save(trainer, finished, tokens, learning_rate(finished, run), folder)
-            if reporter is not None:
+            if trainer.axes.rank == 0:
                 checkpoint.prune(folder, run.checkpoint.keep)
             where.doing = ""
-        if finished == run.steps:
-            return metrics
 
 
 def _metrics(finished: int, rate: float, result: StepResult, seconds: float) -> StepMetrics:
@@ -367,56 +261,11 @@ def _metrics(finished: int, rate: float, result: StepResult, seconds: float) -> 
 
 
 def _diverged(finished: int, result: StepResult, run: Run) -> str:
-    first = finished - SKIPS_IN_A_ROW + 1
+    first = finished - MAX_SKIPS + 1
     if result.tokens == 0:
-        return f"steps {first} to {finished} had no token to predict: look at the data"
+        return f"steps {first} to {finished} had no token to predict: check the data"
     return (
         f"the gradient was not finite in steps {first} to {finished}, which changed nothing: "
         f"try a smaller optimizer.lr (it is {run.optimizer.lr:g}) or more warm-up "
         f"(lr_schedule.warmup_steps is {run.lr_schedule.warmup_steps})"
     )
-
-
-# --- what is printed first ---------------------------------------------------------------------
-
-
-def _header(prepared: Prepared, trainer: Trainer) -> str:
-    """What is trained, on what and how. All ranks call this."""
-    from fivefold.model.parameters import local_tensor
-
-    run, layout, samples = prepared.run, prepared.layout, prepared.samples
-    parameters = [p for stage in trainer.stages.values() for p in stage.parameters()]
-    own = sum(local_tensor(p).numel() for p in parameters)
-    most, least = _largest(trainer, own), -_largest(trainer, -own)
-    counts = count_parameters(prepared.config)
-    active = f", {counts.active:,} of them for a token" if counts.active < counts.total else ""
-    data, sequence_length = samples.token_file, run.data.sequence_length
-    lines = {
-        "model": f"{prepared.config.family}, {counts.total:,} parameters{active}",
-        "layout": f"{layout}: {layout.describe()}",
-        "a rank": f"{most:,} parameters" if most == least else f"{least:,} to {most:,} parameters",
-        "device": f"{_device(prepared)}, {BACKENDS[prepared.device]}, {run.precision}",
-        "a step": f"{run.global_batch * sequence_length:,} tokens: "
-        f"{run.global_batch:,} sequences of {sequence_length:,}",
-        "data": f"{data.tokens:,} tokens of {data.documents:,} documents, "
-        f"tokenizer {data.tokenizer_spec}",
-    }
-    return "\n".join(f"{name:8}{text}" for name, text in lines.items())
-
-
-def _device(prepared: Prepared) -> str:
-    if prepared.device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    return "cpu" + (" (no CUDA device is visible)" if prepared.run.device == "auto" else "")
-
-
-def _largest(trainer: Trainer, value: int) -> int:
-    """The largest of the ranks' values."""
-    import torch
-
-    from fivefold.parallel import comm
-
-    values = torch.tensor(value, device=trainer.device)
-    return int(comm.start_all_reduce(values, trainer.axes.world, op="max").wait())

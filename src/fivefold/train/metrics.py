@@ -98,6 +98,7 @@ class Reporter:
 
     def step(self, metrics: StepMetrics) -> None:
         self._recent.append(metrics)
+        self._last = metrics
         if metrics.step > self._first:
             self._steady_tokens += metrics.tokens
             self._steady_seconds += metrics.seconds
@@ -132,9 +133,9 @@ class Reporter:
             numbers.append(f"{skipped} skipped: the gradient was not finite")
         return "  ".join(numbers)
 
-    def finish(self, last: StepMetrics, peak_memory_bytes: int) -> None:
+    def finish(self, peak_memory_bytes: int) -> None:
         """One line that sums the run up. Its speed leaves out the first step, which warms up."""
-        tokens, seconds = self._steady_tokens, self._steady_seconds
+        last, tokens, seconds = self._last, self._steady_tokens, self._steady_seconds
         if not tokens:
             tokens, seconds = last.tokens, last.seconds
         done = (
@@ -145,7 +146,7 @@ class Reporter:
         print(
             f"{done} in {time.monotonic() - self._started:.1f} s: loss {last.loss:.4f}, "
             f"{tokens / seconds:,.0f} tokens/s, "
-            f"peak memory {peak_memory_bytes / 1e6:,.0f} MB a rank",
+            f"peak memory {peak_memory_bytes / 1e6:,.0f} MB per rank",
             flush=True,
         )
 

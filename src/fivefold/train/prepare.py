@@ -24,7 +24,11 @@ from fivefold.train.data.tokenizer import bpe_vocab_size
 from fivefold.train.data.tokens import Progress
 from fivefold.train.launch import check_machine
 from fivefold.train.runfile import Data, Run
-from fivefold.train.torchrun import joined_by_torchrun
+from fivefold.train.torchrun import (
+    check_world_size,
+    joined_by_torchrun,
+    processes_of_torchrun,
+)
 
 PATIENCE_S = 1.0
 """Seconds of tokenizing before a progress bar is shown."""
@@ -47,26 +51,29 @@ class Prepared(Plan):
     samples: Samples
 
 
-def prepare_run(run: Run, world_size: int | None = None) -> Prepared:
+def prepare_run(run: Run) -> Prepared:
     """Check a run and make its data ready, tokenizing them if that has not been done before.
 
-    `world_size` is the number of processes where that is given (under torchrun); the layout may
-    then leave out dp. Shows a progress bar on stderr while text is tokenized. Raises UserError
-    for whatever cannot be run.
+    Shows a progress bar on stderr while text is tokenized. Raises UserError for whatever cannot be
+    run.
     """
-    plan = plan_run(run, world_size)
+    plan = plan_run(run)
     return Prepared(plan.run, plan.config, plan.layout, plan.device, prepare_samples(run))
 
 
-def plan_run(run: Run, world_size: int | None = None) -> Plan:
-    """`prepare_run` without the data: quick, and writes nothing."""
+def plan_run(run: Run) -> Plan:
+    """`prepare_run` without the data: quick, and writes nothing. Under torchrun the layout may
+    leave out dp, which follows from the number of processes."""
+    world_size = processes_of_torchrun() if joined_by_torchrun() else None
+    if world_size is not None and {"dp", "edp"} & stated(run.layout):
+        check_world_size(parse(run.layout).world_size)
     config = load_config(run.model)
     require_trainable(config)
     layout = with_global_batch(parse(run.layout, world_size), run.global_batch, stated(run.layout))
     check(layout, config, run.data.sequence_length, world_size)
     schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     device = _choose_device(run.device)
-    if not joined_by_torchrun():
+    if world_size is None:
         check_machine(layout.world_size, device)
     _check_vocabulary(run.data, config)
     return Plan(run, config, layout, device)

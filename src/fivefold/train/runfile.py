@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -17,11 +17,7 @@ from pydantic import (
 
 from fivefold.errors import UserError
 from fivefold.files import is_yaml, parse_yaml, read_yaml
-from fivefold.model.config import ModelConfig, load_config
 from fivefold.schema import Section, kind, refuse_unknown_keys, required, validate
-
-if TYPE_CHECKING:
-    from fivefold.plan.planfile import PlanFile
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
@@ -107,61 +103,23 @@ def load_run(
 ) -> Run:
     """The run file at `path`, with `overrides` ("optimizer.lr=1e-3", values in YAML) applied.
 
-    `layout`, `steps` and `out` come last; `layout` may be the path of a plan file, whose layout
-    is taken. `out` is relative to the current folder, every path in the file or in an override to
-    the file's folder. Raises UserError for a file that cannot be read and for any key or value
-    that is not right.
+    `layout`, `steps` and `out` come last. `out` is relative to the current folder, every path in
+    the file or in an override to the file's folder. Raises UserError for a file that cannot be read
+    and for any key or value that is not right.
     """
     name = str(path)
     values = _read_mapping(Path(path))
     refuse_unknown_keys(values, Run, name)
     for override in overrides or []:
         _apply_override(values, override)
-    plan = None if layout is None else _plan_at(layout)
     if layout is not None:
-        values["layout"] = layout if plan is None else str(plan.parsed_layout())
+        values["layout"] = layout
     if steps is not None:
         values["steps"] = steps
     if out is not None:
         values["out"] = os.path.abspath(out)
     folder = Path(path).absolute().parent
-    run = _with_absolute_paths(validate(Run, values, name, folder=folder))
-    if plan is not None:
-        _refuse_another_job(plan, run, str(layout))
-    return run
-
-
-# --- plan files -----------------------------------------------------------------------------
-
-
-def _plan_at(text: str) -> PlanFile | None:
-    """The plan file that a layout's text names; None for a line of layout notation."""
-    if not is_yaml(text):
-        return None
-    from fivefold.plan.planfile import load
-
-    return load(text)
-
-
-def _refuse_another_job(plan: PlanFile, run: Run, path: str) -> None:
-    """UserError where a layout was planned for something else than what the run trains."""
-    if plan.parsed_layout().is_bidirectional:
-        raise UserError(
-            f"{path}: schedule={plan.parsed_layout().schedule} can be planned, not run: plan "
-            f'with --fix "schedule=1f1b"'
-        )
-    for key, planned, trained in (
-        ("global_batch", plan.global_batch, run.global_batch),
-        ("sequence_length", plan.sequence_length, run.data.sequence_length),
-        ("model", _shape(plan.read_model()), _shape(load_config(run.model))),
-    ):
-        if planned != trained:
-            raise UserError(f"{path} is a plan for {key} {planned}, but the run has {trained}")
-
-
-def _shape(config: ModelConfig) -> str:
-    moe = "" if config.moe is None else f", {config.moe.num_experts} experts"
-    return f"{config.family} of {config.num_layers} layers, width {config.hidden_size}{moe}"
+    return _with_absolute_paths(validate(Run, values, name, folder=folder))
 
 
 # --- reading ----------------------------------------------------------------------------------

@@ -5,18 +5,21 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from fivefold.parallel.mesh import Axes
-from fivefold.report.timeline import of_run, save
 from fivefold.step_trace import Message, Spans, Work
 from fivefold.train.runfile import Run
 
 ROUNDS = 7
 """Barriers after which the ranks read their clocks; medians are taken."""
+
+WriteTimeline = Callable[[str, Sequence[str], Sequence[Sequence[Spans]], int], None]
+"""Writes a file: its path, the name and the steps of each rank, the number of the first step. It
+must be picklable where workers are spawned."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +36,30 @@ class TimelineRecorder:
     """Keeps the spans of the steps that the timeline shows: those after the run's first one, or
     that one if it is the only one."""
 
-    def __init__(self, run: Run, axes: Axes, finished_steps: int) -> None:
-        self._path, self._axes = run.timeline, axes
+    def __init__(
+        self, run: Run, axes: Axes, finished_steps: int, write: WriteTimeline | None
+    ) -> None:
+        self._path, self._axes, self._write = run.timeline, axes, write
         first = min(finished_steps + 2, run.steps)
         self._shown = range(first, min(first + run.timeline_steps, run.steps + 1))
         self._steps: list[Spans] = []
 
     def step(self, number: int, spans: Spans) -> None:
         """After step `number`. All ranks call this; the last step that is shown writes the file."""
-        if self._path is None or number not in self._shown:
+        if self._path is None or self._write is None or number not in self._shown:
             return
         self._steps.append(spans)
-        if number == self._shown[-1]:
-            self._write(self._path)
-            self._steps = []
-
-    def _write(self, path: str) -> None:
+        if number < self._shown[-1]:
+            return
         ranks = _gather(f"rank {self._axes.rank}: {self._axes.describe()}", self._steps)
+        self._steps = []
         if ranks is not None:
             shifts = clock_shifts([rank.machine for rank in ranks], [r.clock_s for r in ranks])
             steps = [
                 [shifted(spans, shift) for spans in rank.steps]
                 for rank, shift in zip(ranks, shifts, strict=True)
             ]
-            save(of_run([rank.name for rank in ranks], steps, self._shown[0]), path)
+            self._write(self._path, [rank.name for rank in ranks], steps, self._shown[0])
 
 
 def _gather(name: str, steps: list[Spans]) -> list[Recorded] | None:

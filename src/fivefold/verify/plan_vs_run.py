@@ -1,73 +1,64 @@
-"""The plan beside the run, when a run is over: where the seconds, the bytes and the memory went."""
+"""A run compared with its plan: where the seconds, the bytes and the memory went."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fivefold.cluster.cluster import Cluster, load_cluster
 from fivefold.cluster.host import here_path
 from fivefold.errors import UserError
+from fivefold.files import atomic_write
 from fivefold.layout.notation import Layout
 from fivefold.layout.ranks import groups
-from fivefold.ledger import Ledger
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.step_trace import PARTS, Spans, seconds
-from fivefold.train.prepare import Plan
+from fivefold.step_trace import PARTS
+from fivefold.train.loop import train
+from fivefold.train.outcome import RankOutcome, RunOutcome
+from fivefold.train.prepare import Plan, plan_run
+from fivefold.train.runfile import Run
+from fivefold.verify.check import compare_ledgers
+
+if TYPE_CHECKING:
+    from fivefold.train.timeline import WriteTimeline
 
 Report = dict[str, Any]
+
+VERSION = 1
+"""Of the report's keys."""
 
 ALLOCATED = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Kinds of planned memory that a GPU's allocator shows: what tensors take. What is resident of a
 process on a CPU has `overhead` and `reserve` in it, too."""
 
 
-class StepAverages:
-    """Where the seconds of this rank's steps went. The first step, which warms up, is left out
-    if there is another one."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, float] | None = None
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        self.steps = 0
-
-    def add(self, spans: Spans) -> None:
-        parts = seconds(spans)
-        if self._first is None:
-            self._first = parts
-            return
-        self.steps += 1
-        for part, value in parts.items():
-            self._sums[part] += value
-
-    def mean(self) -> dict[str, float]:
-        """Seconds of a step, by part."""
-        if self.steps == 0:
-            return self._first or self._sums
-        return {part: value / self.steps for part, value in self._sums.items()}
-
-
-@dataclass(frozen=True)
-class RankOutcome:
-    """What one rank has to tell of a run."""
-
-    seconds: dict[str, float]  # of a step, by part
-    ledger: Ledger  # of the last step
-    memory_bytes: int  # at most, beyond what the process had before the model was built
-    peak_bytes: int  # at most, with that
-    expert_rows: list[int]  # by its MoE layers: that its experts worked on in the last micro-batch
+def train_and_compare(run: Run, write_timeline: WriteTimeline | None = None) -> Report | None:
+    """Train (see `train.loop.train`) and compare the run with its plan; None where there is nothing
+    to compare. Writes the report into `out`. UserError where the run cannot be planned, before it
+    starts."""
+    job = planned_job(plan_run(run))
+    outcome = train(run, write_timeline)
+    if outcome is None:
+        return None
+    report = compare_with_plan(outcome, job)
+    if run.out is not None:
+        atomic_write(Path(run.out, "report.json"), json.dumps(report, indent=2) + "\n")
+    return report
 
 
 # --- the plan's side ---------------------------------------------------------------------------
 
 
-def job_of(plan: Plan) -> Job | None:
-    """What the planner is asked about this very run: on the run's cluster, or where it names none
-    on this machine as `fivefold calibrate` has measured it; None where it has not. UserError where
-    the cluster is not known or the run cannot be planned for it, in its precision say."""
+def planned_job(plan: Plan) -> Job | None:
+    """What is predicted: the run on its cluster, or if it names none on this machine as `fivefold
+    calibrate` measured it; None if it was not measured. UserError where the cluster is not known or
+    the run cannot be planned for it, for example in its precision."""
     run = plan.run
     cluster = _cluster_of(plan)
     if cluster is None:
@@ -80,7 +71,7 @@ def job_of(plan: Plan) -> Job | None:
         run.precision,
         ENGINES["fivefold"],
     )
-    estimate(job, plan.layout)  # what it refuses is better known before the run
+    estimate(job, plan.layout)  # raises what should be known before the run
     return job
 
 
@@ -93,7 +84,8 @@ def _cluster_of(plan: Plan) -> Cluster | None:
     try:
         cluster = load_cluster(str(here_path()), world_size)
     except UserError as error:  # the run did not ask for it
-        print(f"note: no plan beside this run: {error}; `fivefold calibrate` makes the file anew")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: no prediction for this run: {error}; `fivefold calibrate` measures again")
         return None
     on_cpu = plan.device == "cpu"
     measured = (cluster.cores is not None) == on_cpu  # a machine with GPUs may run on its CPU
@@ -101,8 +93,8 @@ def _cluster_of(plan: Plan) -> Cluster | None:
 
 
 def predicted_seconds(estimate: Estimate) -> dict[str, float]:
-    """The planned seconds by the parts in which a run is measured (but for data, which no plan
-    speaks of) and `other`. Waiting for a message between stages is bubble, as in a run."""
+    """The predicted seconds by the parts in which a run is measured, without data, which is not
+    predicted, and with `other`. Waiting for a message between stages is bubble, as in a run."""
     parts = dict.fromkeys((*PARTS, "other"), 0.0)
     del parts["data"]
     for name, value in estimate.seconds.items():
@@ -122,20 +114,11 @@ def predicted_seconds(estimate: Estimate) -> dict[str, float]:
     return parts
 
 
-# --- both --------------------------------------------------------------------------------------
-
-
-def gather(outcome: RankOutcome) -> list[RankOutcome] | None:
-    """The outcomes of all ranks, on rank 0. All ranks call this."""
-    import torch.distributed as dist
-
-    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(outcome, everyone)
-    return cast("list[RankOutcome] | None", everyone)
+# --- the comparison --------------------------------------------------------------------------
 
 
 def measured_imbalance(layout: Layout, outcomes: Sequence[RankOutcome]) -> float | None:
-    """Rows of the busiest expert rank over the mean, in the last micro-batch: the mean of layers.
+    """Rows of the busiest expert rank over the mean, in the last micro-batch, averaged over layers;
     None without expert parallelism."""
     ratios = []
     for ranks in groups(layout, "ep").tolist() if layout.ep > 1 else ():
@@ -144,43 +127,38 @@ def measured_imbalance(layout: Layout, outcomes: Sequence[RankOutcome]) -> float
     return statistics.fmean(ratios) if ratios else None
 
 
-def beside(plan: Plan, job: Job | None, outcomes: Sequence[RankOutcome], steps: int) -> Report:
-    """The plan beside the run, as plain data; None where the plan says nothing. What the router
-    chose no planner can know: it is told how far the run's was from even.
+def compare_with_plan(outcome: RunOutcome, job: Job | None) -> Report:
+    """The run and its prediction as plain data; None where nothing is predicted. The prediction
+    uses the measured imbalance of experts, which depends on the router.
 
-    The planner speaks of the pipeline rank that works longest; where it speaks, the measured
-    seconds are those of that pipeline rank's ranks, else of all ranks. `steps` were measured.
+    The planner predicts the slowest pipeline rank; where it does, the measured seconds are means
+    over that pipeline rank's ranks, else over all ranks.
     """
-    from fivefold.verify.check import compare_ledgers
-
+    plan, ranks = outcome.plan, outcome.ranks
     layout, run = plan.layout, plan.run
-    imbalance = measured_imbalance(layout, outcomes)
+    imbalance = measured_imbalance(layout, ranks)
     planned = job and estimate(replace(job, imbalance=imbalance or 1.0), layout)
     rows, differences = compare_ledgers(
         plan.config,
         layout,
         run.data.sequence_length,
         run.precision,
-        [outcome.ledger for outcome in outcomes],
+        [rank.ledger for rank in ranks],
     )
-    pp_rank = None
-    if planned and planned.ledger and layout.pp > 1:
-        pp_rank = planned.ledger[0].stage
-    members = range(layout.world_size)
+    pp_rank = planned.ledger[0].stage if planned and planned.ledger and layout.pp > 1 else None
+    members = ranks
     if pp_rank is not None:
-        members = groups(layout, "stage")[pp_rank].tolist()
-    measured = {
-        part: sum(outcomes[rank].seconds[part] for rank in members) / len(members) for part in PARTS
-    }
+        members = [ranks[rank] for rank in groups(layout, "stage")[pp_rank].tolist()]
+    measured = {part: statistics.fmean(rank.seconds[part] for rank in members) for part in PARTS}
     predicted = predicted_seconds(planned) if planned else {}
-    shown = ALLOCATED if plan.device == "cuda" else (*ALLOCATED, "overhead", "reserve")
     return {
+        "version": VERSION,
         "layout": str(layout),
         "precision": run.precision,
         "device": plan.device,
         "cluster": run.cluster or (job and "here"),
         "pp_rank": pp_rank,
-        "steps": steps,
+        "steps": outcome.steps,
         "imbalance": imbalance,
         "step_s": {
             "predicted": planned and planned.step_time_s,
@@ -193,13 +171,18 @@ def beside(plan: Plan, job: Job | None, outcomes: Sequence[RankOutcome], steps: 
             for part in (*PARTS, "other")
         ],
         "memory": {
-            "predicted_bytes": planned and sum(planned.memory_bytes[kind] for kind in shown),
-            "measured_bytes": max(outcome.memory_bytes for outcome in outcomes),
+            "predicted_bytes": planned and _predicted_memory(planned, plan.device),
+            "measured_bytes": max(rank.memory_bytes for rank in ranks),
         },
         "ledger": rows,
         "ledger_differences": differences,
         "ranks": [
-            {"rank": rank, "seconds": outcome.seconds, "memory_bytes": outcome.memory_bytes}
-            for rank, outcome in enumerate(outcomes)
+            {"rank": number, "seconds": rank.seconds, "memory_bytes": rank.memory_bytes}
+            for number, rank in enumerate(ranks)
         ],
     }
+
+
+def _predicted_memory(planned: Estimate, device: str) -> float:
+    shown = ALLOCATED if device == "cuda" else (*ALLOCATED, "overhead", "reserve")
+    return sum(planned.memory_bytes[kind] for kind in shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from fivefold.layout.notation import Layout, parse, stated, with_global_batch
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.model.counts import count_parameters, parameter_shapes
 from fivefold.parallel.comm import Recorder
-from fivefold.train.checkpoint import checkpoint
+from fivefold.train import checkpoint
+from fivefold.train.checkpoint import saving
 from fivefold.train.checkpoint.dcp import read_metadata
 from fivefold.train.checkpoint.pieces import pieces as held_pieces
 from fivefold.train.data import Samples, open_tokens
@@ -415,13 +417,13 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_the_old_checkpoint(
 def test_a_folder_that_nodes_do_not_share_is_told(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = checkpoint._complete
+    complete = saving._complete
 
     def without_the_other_nodes_file(aside: Path, saved: checkpoint.Saved) -> str | None:
         (aside / "__1_0.distcp").unlink()
         return complete(aside, saved)
 
-    monkeypatch.setattr(checkpoint, "_complete", without_the_other_nodes_file)
+    monkeypatch.setattr(saving, "_complete", without_the_other_nodes_file)
     with pytest.raises(UserError, match=r"1 files of the checkpoint, such as __1_0\.distcp, are"):
         run_ranks("dp2", DENSE, make_samples(tokens), lambda trainer: save(trainer, 1, tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -618,9 +620,7 @@ def test_a_disk_without_room_is_refused_before_the_run(
     config = load_config(DENSE)
     size = 12 * count_parameters(config).total
     free = 0
-    monkeypatch.setattr(
-        checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free}))
     folder = tmp_path / "out" / "checkpoints"
     free = 3 * size
     checkpoint.check_room(folder, config, keep=2, saves=10)
@@ -712,8 +712,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(
 ) -> None:
     places: dict[str, Any] = {
         "_write_files_from_queue": filesystem,
-        "rename": checkpoint.os,
-        "rmtree": checkpoint.shutil,
+        "_complete": saving,
+        "rename": os,
+        "rmtree": shutil,
     }
 
     def arm(own_rank: int, took_s: float) -> None:

@@ -10,6 +10,7 @@ it. Here it is read by an unpickler that knows the few classes of that table and
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -184,3 +186,16 @@ def read_metadata(folder: Path) -> Metadata:
         if Path(piece.relative_path).name != piece.relative_path:
             raise pickle.UnpicklingError(f"it points out of its folder, to {piece.relative_path}")
     return metadata
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The lowest rank that failed, and why."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return rank, cause
+
+
+def first_sentence(error: BaseException) -> str:
+    return re.split(r"\n|\. ", str(error), maxsplit=1)[0]
