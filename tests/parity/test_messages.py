@@ -15,7 +15,7 @@ from fivefold.layout.actions import Action
 from fivefold.layout.notation import Layout, parse
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
-from fivefold.parallel.expert.run import ExpertExchange
+from fivefold.parallel.expert.run import AllToAllDispatcher
 from fivefold.parallel.mesh import make_axes
 from fivefold.train.data.samples import IGNORED, Batch, Samples, data_hash
 from fivefold.train.failures import WorkerFailure
@@ -48,13 +48,13 @@ def test_tokens_reach_experts_and_come_back_when_most_ranks_send_nothing(counts)
     def work():
         rank = dist.get_rank()
         axes = make_axes(Layout(dp=4, ep=4), rank, Recorder(), kv_heads=4)
-        exchange = ExpertExchange(axes)
+        dispatcher = AllToAllDispatcher(axes)
         rows = torch.arange(sum(counts[rank]) * 2.0).view(-1, 2) + 100 * rank
         rows.requires_grad_()
-        travelling = exchange.dispatch(rows, torch.tensor(counts[rank]))
-        arrived, local_counts, trip = exchange.arrive(travelling)
+        travelling = dispatcher.dispatch(rows, torch.tensor(counts[rank]))
+        arrived, local_counts, trip = dispatcher.finish_dispatch(travelling)
         factor = rank + 1.0
-        back = exchange.combine(arrived * factor, trip)
+        back = dispatcher.combine(arrived * factor, trip)
         back.sum().backward()
         return arrived.detach(), local_counts, rows.detach(), back.detach(), rows.grad
 

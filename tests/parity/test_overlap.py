@@ -19,7 +19,7 @@ from fivefold.model.config import ModelConfig
 from fivefold.model.moe import MoE
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.context import run as sequence
-from fivefold.parallel.expert.run import ExpertExchange
+from fivefold.parallel.expert.run import AllToAllDispatcher
 from fivefold.parallel.mesh import make_axes
 from fivefold.step_trace import Message, Spans, Work
 from fivefold.train.launch import launch
@@ -285,14 +285,14 @@ def test_the_gradients_of_travelling_rows_are_those_that_arrive() -> None:
     def work() -> tuple[Tensor | None, Tensor | None]:
         rank = dist.get_rank()
         axes = make_axes(Layout(dp=2, ep=2), rank, Recorder(), kv_heads=4)
-        exchange = ExpertExchange(axes)
+        dispatcher = AllToAllDispatcher(axes)
         rows = torch.ones(6, 3, requires_grad=True)
         aside = torch.ones(2, requires_grad=True)
-        travelling = exchange.dispatch(rows, torch.tensor([1, 2, 3, 0]))
+        travelling = dispatcher.dispatch(rows, torch.tensor([1, 2, 3, 0]))
         beside = (aside * 2).sum()
-        arrived, _, trip = exchange.arrive(travelling)
+        arrived, _, trip = dispatcher.finish_dispatch(travelling)
         weights = torch.arange(float(len(arrived))).unsqueeze(1) + 10 * rank
-        (exchange.combine(arrived * weights, trip).sum() + beside).backward()
+        (dispatcher.combine(arrived * weights, trip).sum() + beside).backward()
         return rows.grad, aside.grad
 
     # Expert 0 and 1 are on rank 0, where the rows arrive in the order of experts, then of ranks.

@@ -1,13 +1,13 @@
 """The parts of a decoder layer, as one process computes them.
 
 Activations are `[sequence, batch, hidden]`, so that a split of the sequence is a split of
-dimension 0. Where a split changes what a part does, the part has a seam, an attribute that does
+dimension 0. Where a split changes what a part does, the part has a hook, an attribute that does
 nothing by default and that the split's `run` replaces:
 
-- `entry` (of the linear layers that open a part) and `leave` (after the one that closes it):
-  tensor and megatron sequence parallelism;
-- `core` of attention: ulysses and ring sequence parallelism;
-- `exchange` of a mixture: expert parallelism.
+- `input_collective` (of a part's first linear layers) and `output_collective` (after its last):
+  tensor parallelism;
+- `attention_fn` of attention: context parallelism (ulysses and ring);
+- `token_dispatcher` of a mixture: expert parallelism.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.model.config import ModelConfig
-from fivefold.model.linear import Entry, column_parallel_linears, row_parallel_linear, unchanged
+from fivefold.model.linear import (
+    InputCollective,
+    column_parallel_linears,
+    row_parallel_linear,
+    unchanged,
+)
 from fivefold.model.parameters import (
     compute_value,
     differentiable,
@@ -129,21 +134,21 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
-        self.entry: Entry | None = None
-        self.leave: Callable[[Tensor], Tensor] = unchanged
-        self.core: Callable[..., Tensor] = causal_attention
+        self.input_collective: InputCollective | None = None
+        self.output_collective: Callable[[Tensor], Tensor] = unchanged
+        self.attention_fn: Callable[..., Tensor] = causal_attention
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], mask: list[Tensor] | Tensor | None
     ) -> Tensor:
         projections = column_parallel_linears(
-            x, [self.q_proj, self.k_proj, self.v_proj], self.entry
+            x, [self.q_proj, self.k_proj, self.v_proj], self.input_collective
         )
         q, k, v = (y.view(*y.shape[:2], -1, self.head_dim) for y in projections)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = self.core(rotate(q, angles), rotate(k, angles), v, mask)
-        return row_parallel_linear(out.flatten(2), self.o_proj, self.leave)
+        out = self.attention_fn(rotate(q, angles), rotate(k, angles), v, mask)
+        return row_parallel_linear(out.flatten(2), self.o_proj, self.output_collective)
 
 
 class MLP(nn.Module):
@@ -154,12 +159,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.entry: Entry | None = None
-        self.leave: Callable[[Tensor], Tensor] = unchanged
+        self.input_collective: InputCollective | None = None
+        self.output_collective: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = column_parallel_linears(x, [self.gate_proj, self.up_proj], self.entry)
-        return row_parallel_linear(gated(gate, up), self.down_proj, self.leave)
+        gate, up = column_parallel_linears(x, [self.gate_proj, self.up_proj], self.input_collective)
+        return row_parallel_linear(gated(gate, up), self.down_proj, self.output_collective)
 
 
 class _Gated(torch.autograd.Function):
@@ -219,7 +224,7 @@ class Embedding(nn.Module):
         self.bias = None  # as a tied head it is read like a linear layer
         self.dtype = dtype
         self.first_id = 0
-        self.leave: Callable[[Tensor], Tensor] = unchanged
+        self.output_collective: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [sequence, batch] -> hidden states [sequence, batch, hidden]."""
@@ -229,4 +234,4 @@ class Embedding(nn.Module):
             held = (ids >= 0) & (ids < rows)
             ids = ids.where(held, 0)
         p = differentiable(self.weight)
-        return self.leave(_Lookup.apply(ids, held, p, self.dtype))
+        return self.output_collective(_Lookup.apply(ids, held, p, self.dtype))

@@ -1,4 +1,4 @@
-"""Matrix products with weights, and the seam where tensor parallelism enters."""
+"""Matrix products with weights, and the hook where tensor parallelism enters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fivefold.model.parameters import (
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The default of a seam."""
+    """The default of a hook."""
     return x
 
 
@@ -27,7 +27,7 @@ class PendingSum(Protocol):
     def wait(self) -> Tensor: ...
 
 
-class Entry(Protocol):
+class InputCollective(Protocol):
     """How activations come into a group of linear layers that share their input."""
 
     def gather(self, x: Tensor) -> Tensor:
@@ -64,12 +64,14 @@ class _Linears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, entry: Entry | None, count: int, *parameters: Tensor):
+    def forward(
+        ctx, x: Tensor, collective: InputCollective | None, count: int, *parameters: Tensor
+    ):
         weights = [compute_value(p, x.dtype) for p in parameters[:count]]
         biases = [compute_value(p, x.dtype) for p in parameters[count:]]
-        ctx.entry, ctx.parameters, ctx.count = entry, parameters, count
+        ctx.collective, ctx.parameters, ctx.count = collective, parameters, count
         ctx.save_for_backward(x, *weights)
-        full = _gathered(x, entry)
+        full = _gathered(x, collective)
         rows = full.reshape(-1, full.shape[-1])
         outputs = []
         for i, weight in enumerate(weights):
@@ -83,7 +85,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         x = x.detach()  # whose graph would keep the stage's input for products that are put off
-        entry, count, parameters = ctx.entry, ctx.count, ctx.parameters
+        collective, count, parameters = ctx.collective, ctx.count, ctx.parameters
         rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = pending = None
         if ctx.needs_input_grad[0]:
@@ -92,12 +94,12 @@ class _Linears(torch.autograd.Function):
                 add_product(dx, g, weight)
             dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
         # Gathered before the sum over ranks begins, which then runs beside the products.
-        full = None if are_put_off() else _gathered(x, entry)
-        if dx is not None and entry:
-            pending = entry.reduce(dx)
+        full = None if are_put_off() else _gathered(x, collective)
+        if dx is not None and collective:
+            pending = collective.reduce(dx)
 
         def of_weights() -> list[Tensor | None]:
-            inputs = _gathered(x, entry) if full is None else full
+            inputs = _gathered(x, collective) if full is None else full
             rows = inputs.reshape(-1, inputs.shape[-1])
             found = [
                 _weight_gradient(p, g, rows)
@@ -111,8 +113,8 @@ class _Linears(torch.autograd.Function):
         return (pending.wait() if pending else dx, None, None, *of_parameters)
 
 
-def _gathered(x: Tensor, entry: Entry | None) -> Tensor:
-    return x if entry is None else entry.gather(x)
+def _gathered(x: Tensor, collective: InputCollective | None) -> Tensor:
+    return x if collective is None else collective.gather(x)
 
 
 def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:
@@ -124,16 +126,18 @@ def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def column_parallel_linears(
-    x: Tensor, layers: Sequence[nn.Linear], entry: Entry | None = None
+    x: Tensor, layers: Sequence[nn.Linear], collective: InputCollective | None = None
 ) -> list[Tensor]:
     """Apply linear layers that share the input x [..., hidden] (all with a bias or none)."""
     weights = [differentiable(layer.weight) for layer in layers]
     biases = [differentiable(layer.bias) for layer in layers if layer.bias is not None]
-    return list(_Linears.apply(x, entry, len(layers), *weights, *biases))
+    return list(_Linears.apply(x, collective, len(layers), *weights, *biases))
 
 
-def row_parallel_linear(x: Tensor, layer: nn.Linear, leave: Callable[[Tensor], Tensor]) -> Tensor:
+def row_parallel_linear(
+    x: Tensor, layer: nn.Linear, collective: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The product that closes a part. Its bias is added once, after the ranks' sums are joined."""
     (y,) = _Linears.apply(x, None, 1, differentiable(layer.weight))
-    y = leave(y)
+    y = collective(y)
     return y if layer.bias is None else y + use(layer.bias, y.dtype)

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, experts, and the seam through which tokens travel."""
+"""The mixture of experts: a router, experts, and the hook through which tokens travel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fivefold.model.linear import add_product, column_parallel_linears, product
 from fivefold.model.parameters import compute_value, differentiable, weight_gradients
 
 
-class Exchange(Protocol):
+class TokenDispatcher(Protocol):
     """How tokens reach the experts that were chosen for them, and come back."""
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class Exchange(Protocol):
         ...
 
     def gather_tokens(self, y: Tensor) -> Tensor:
-        """The reverse of own_tokens."""
+        """The reverse of scatter_tokens."""
         ...
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
@@ -31,10 +31,10 @@ class Exchange(Protocol):
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> Any:
         """Begin to send rows [n, hidden], sorted by expert with `counts` [num_experts] each.
-        Returns what arrive needs."""
+        Returns what finish_dispatch needs."""
         ...
 
-    def arrive(self, travelling: Any) -> tuple[Tensor, list[int], Any]:
+    def finish_dispatch(self, travelling: Any) -> tuple[Tensor, list[int], Any]:
         """Wait for what was dispatched: the rows for the local experts in their order, how many for
         each, and what combine needs."""
         ...
@@ -44,7 +44,7 @@ class Exchange(Protocol):
         ...
 
 
-class NoExchange:
+class LocalDispatcher:
     """All experts are here."""
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class NoExchange:
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         return rows, counts
 
-    def arrive(self, travelling: tuple[Tensor, Tensor]) -> tuple[Tensor, list[int], None]:
+    def finish_dispatch(self, travelling: tuple[Tensor, Tensor]) -> tuple[Tensor, list[int], None]:
         rows, counts = travelling
         return rows, on_host(counts, rows.shape[0]).tolist(), None
 
@@ -191,7 +191,7 @@ class MoE(nn.Module):
             self.shared_expert = MLP(config.hidden_size, moe.shared_intermediate_size)
         if moe.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
-        self.exchange: Exchange = NoExchange()
+        self.token_dispatcher: TokenDispatcher = LocalDispatcher()
         self.rows = 0  # that the experts here worked on in the last call
 
     def forward(self, x: Tensor, sequence_length: int, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         `sequence_length`); `valid` [batch]: tokens of each sequence that count in the loss.
         Returns the output and this rank's part of the balance loss, summed over sequences with
         `valid` as weights."""
-        own = self.exchange.scatter_tokens(x)
+        own = self.token_dispatcher.scatter_tokens(x)
         tokens = own.flatten(0, 1)
         weights, experts, probabilities = self._route(tokens)
 
@@ -207,18 +207,18 @@ class MoE(nn.Module):
         order = flat.argsort(stable=True)
         counts = count(flat, self.config.num_experts)
         rows = tokens.index_select(0, order // self.config.experts_per_token)
-        travelling = self.exchange.dispatch(rows, counts)
+        travelling = self.token_dispatcher.dispatch(rows, counts)
         shared = self._shared(x)  # beside the rows' way
-        rows, local_counts, state = self.exchange.arrive(travelling)
+        rows, local_counts, state = self.token_dispatcher.finish_dispatch(travelling)
         del travelling  # the rows as they left
         self.rows = rows.shape[0]
-        rows = self.exchange.combine(self.experts(rows, local_counts), state)
+        rows = self.token_dispatcher.combine(self.experts(rows, local_counts), state)
         chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)
         y = (chosen * weights.to(chosen.dtype).unsqueeze(-1)).sum(1)
         # After the experts, so that its backward pass, which announces the layer's to FSDP2, comes
         # before theirs.
         balance = self._balance_loss(experts, probabilities, own.shape[1], sequence_length, valid)
-        y = self.exchange.gather_tokens(y.view_as(own))
+        y = self.token_dispatcher.gather_tokens(y.view_as(own))
         return (y if shared is None else y + shared), balance
 
     def _shared(self, x: Tensor) -> Tensor | None:
@@ -252,7 +252,7 @@ class MoE(nn.Module):
             sequence = torch.arange(experts.shape[0], device=experts.device) % batch
             slot = (sequence.unsqueeze(-1) * num_experts + experts).flatten()
             counts = count(slot, batch * num_experts).view(batch, num_experts)
-            counts = self.exchange.sum_over_sequence(counts.float())
+            counts = self.token_dispatcher.sum_over_sequence(counts.float())
             share = counts / (sequence_length * k)
         sums = probabilities.view(-1, batch, num_experts).sum(0)
         loss = num_experts * (share * sums / sequence_length).sum(-1)

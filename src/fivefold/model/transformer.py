@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.model.config import ModelConfig
 from fivefold.model.dropout import Dropout
 from fivefold.model.layers import MLP, Attention, Embedding, RMSNorm
-from fivefold.model.linear import Entry, column_parallel_linears
+from fivefold.model.linear import InputCollective, column_parallel_linears
 from fivefold.model.loss import Join, cross_entropy, no_join
 from fivefold.model.moe import MoE
 from fivefold.model.rope import rope_frequencies
@@ -32,7 +32,7 @@ class MicroBatch:
     tokens: Tensor  # int64 [sequence, batch]
     labels: Tensor  # int64 [sequence, batch], IGNORED where nothing is to be predicted
     angles: tuple[Tensor, Tensor]  # cosine and sine of the positions
-    mask: list[Tensor] | Tensor | None  # for the attention's core, with packed documents
+    mask: list[Tensor] | Tensor | None  # for `attention_fn`, with packed documents
     sequence_length: int  # of the whole sequences
     valid: Tensor  # float [batch]: tokens of each whole sequence that count in the loss
     token_ids: Tensor  # int64 [sequence between layers, batch]: places in the global batch
@@ -124,14 +124,15 @@ class Stage(nn.Module):
         dropout: Dropout = NO_DROPOUT,
     ) -> None:
         super().__init__()
-        self.first, self.last, self.tied = first, last, config.tied_embeddings
-        has_table = first or (last and self.tied)
+        self.config, self.first, self.last = config, first, last
+        self.tied = config.tied_embeddings
+        self.has_table = first or (last and self.tied)
         self.model = Body(
-            config, layers, has_table, last, recompute, recompute_layers, dtype, dropout
+            config, layers, self.has_table, last, recompute, recompute_layers, dtype, dropout
         )
         if last and not self.tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.entry: Entry | None = None  # of the head
+        self.input_collective: InputCollective | None = None  # of the head
         self.first_id = 0  # of the vocabulary columns that this rank holds
         self.join: Join = no_join
 
@@ -159,5 +160,5 @@ class Stage(nn.Module):
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.tied else self.lm_head
-        (logits,) = column_parallel_linears(x, [cast(nn.Linear, head)], self.entry)
+        (logits,) = column_parallel_linears(x, [cast(nn.Linear, head)], self.input_collective)
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.first_id, self.join)

@@ -19,7 +19,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Recorder
-from fivefold.parallel.context import run as sequence
+from fivefold.parallel.context import run as context
 from fivefold.parallel.context.positions import context_positions
 from fivefold.parallel.data.run import DataParallel, LocalParameter, sum_copies
 from fivefold.parallel.expert import run as expert
@@ -27,7 +27,7 @@ from fivefold.parallel.mesh import make_axes
 from fivefold.parallel.pipeline.proof import validate
 from fivefold.parallel.pipeline.run import PipelineRank, StepSums
 from fivefold.parallel.pipeline.schedules import build
-from fivefold.parallel.shards import Shards, materialise
+from fivefold.parallel.shards import Shards, materialise, split_weights
 from fivefold.parallel.tensor import run as tensor
 from fivefold.step_trace import Spans
 from fivefold.train.data.samples import IGNORED, Batch, Samples
@@ -115,9 +115,10 @@ class Trainer:
                 dtype=self.dtype,
                 dropout=self.dropout,
             )
-        tensor.apply(stage, self.axes, self.shards)
-        sequence.apply(stage, self.axes)
-        expert.apply(stage, self.axes, self.shards)
+        tensor.apply(stage, self.axes)
+        context.apply(stage, self.axes)
+        expert.apply(stage, self.axes)
+        split_weights(stage, self.axes, self.shards)
         materialise(stage, self.shards, seed, self.device)
         return stage
 
@@ -189,7 +190,7 @@ class Trainer:
         mask = None
         if self.samples.isolate_documents:
             documents = torch.from_numpy(batch.documents).to(self.device)
-            mask = sequence.document_masks(documents, layout, place["ring"])
+            mask = context.document_masks(documents, layout, place["ring"])
             angles = rotary_angles(self.config, part(batch.positions))
         else:
             if self._angles is None:

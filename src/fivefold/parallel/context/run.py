@@ -27,15 +27,17 @@ from fivefold.parallel.mesh import Axes
 
 def apply(stage: Stage, axes: Axes) -> None:
     """Put context parallelism (and selective recomputation) into a stage's attention."""
-    core = causal_attention
+    attention_fn = causal_attention
     if axes.ring.size > 1:
-        core = partial(ring_attention, axis=axes.ring)
+        attention_fn = partial(ring_attention, axis=axes.ring)
     if axes.ulysses.size > 1:
-        core = partial(ulysses_attention, inner=core, axis=axes.ulysses)
+        attention_fn = partial(ulysses_attention, inner=attention_fn, axis=axes.ulysses)
     if axes.layout.recompute == "selective":
-        core = partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
+        attention_fn = partial(
+            checkpoint, attention_fn, use_reentrant=False, preserve_rng_state=False
+        )
     for layer in stage.layers.values():
-        layer.self_attn.core = core
+        layer.self_attn.attention_fn = attention_fn
 
 
 # Ulysses
@@ -225,7 +227,7 @@ def _sequence_first(x: Tensor) -> Tensor:
 
 
 def document_masks(documents: Tensor, layout: Layout, ring_rank: int) -> list[Tensor] | Tensor:
-    """What the attention core needs so that no query looks into another document.
+    """What the attention attention_fn needs so that no query looks into another document.
 
     documents [b, whole sequence]: the number of each token's document. Returns for plain
     attention one mask [b, 1, s, s], for a ring a mask for each of its steps.

@@ -9,39 +9,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
 
 from fivefold.model.moe import MoE, on_host
 from fivefold.model.transformer import Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
 from fivefold.parallel.mesh import Axes
-from fivefold.parallel.shards import Shards
 
 
-def apply(stage: Stage, axes: Axes, shards: Shards) -> None:
-    """Spread the experts of a stage (on the meta device) over the ep and etp ranks."""
-    for index, layer in stage.layers.items():
-        if not isinstance(layer.mlp, MoE):
-            continue
-        layer.mlp.exchange = ExpertExchange(axes)
-        if axes.ep.size * axes.etp.size > 1:
-            assert axes.expert_mesh is not None
-            _split_experts(shards, axes.expert_mesh, f"model.layers.{index}.mlp.experts")
+def apply(stage: Stage, axes: Axes) -> None:
+    """Let tokens travel to the experts of other ep and etp ranks."""
+    for module in stage.modules():
+        if isinstance(module, MoE):
+            module.token_dispatcher = AllToAllDispatcher(axes)
 
 
-def _split_experts(shards: Shards, mesh: DeviceMesh, name: str) -> None:
-    """Experts over ep; inside an expert the width over etp: by columns, then by rows."""
-    names = tuple(n for n in mesh.mesh_dim_names or () if n != "fsdp")
-    expert_mesh = mesh[names]
-    for projection, width_dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
-        placements: list[Placement] = [Shard(0) if n == "ep" else Shard(width_dim) for n in names]
-        shards.split(f"{name}.{projection}", expert_mesh, *placements)
-
-
-class ExpertExchange:
-    """The exchange of `fivefold.model.moe` over the ranks of a layout."""
+class AllToAllDispatcher:
+    """The token dispatcher of `fivefold.model.moe` over the ranks of a layout."""
 
     def __init__(self, axes: Axes) -> None:
         self.ep, self.etp, self.sequence = axes.ep, axes.etp, axes.sequence
@@ -65,7 +49,7 @@ class ExpertExchange:
         trip = DispatchState(rows.shape[0], counts, self.ep, self.etp)
         return DispatchStart.apply(rows, trip), trip
 
-    def arrive(
+    def finish_dispatch(
         self, travelling: tuple[Tensor, DispatchState]
     ) -> tuple[Tensor, list[int], DispatchState]:
         rows, trip = travelling
