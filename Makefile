@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests run in a process a core; one that is done takes over tests of another.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 READY := .venv/.ready
 
 .PHONY: run test test-all lint bench
@@ -23,10 +25,10 @@ run: $(READY)
 	@echo "  docs/planning.md, docs/splits.md                choosing, and what each split sends"
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Tests and the workers that they start share few cores. Read when torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says more about the machine than about the program.
 settings.register_profile("fivefold", deadline=None)

@@ -17,7 +17,7 @@ from fivefold.cli import main
 from fivefold.cluster.cluster import devices_of, load_cluster
 from fivefold.cluster.cores import message_s
 from fivefold.train.launch import launch
-from tests.calibrate.tiny import TINY
+from tests.calibrate.tiny import TINY, shrink_steps
 from tests.helpers import free_port, refusal
 
 
@@ -27,6 +27,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("calibrated") / "new" / "here.yaml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid, "CPU", TINY)
+        shrink_steps(patch)
         done = calibrate(str(path), 2, quick=False)
     assert done is not None and done.path == path
     layers_and_heads = 2 * len(TINY.blocks)

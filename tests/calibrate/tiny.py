@@ -1,9 +1,12 @@
-"""A grid that takes a second, with something of every kind."""
+"""A grid and whole steps that take seconds, with something of every kind."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from fivefold.calibrate import steps
 from fivefold.calibrate.grid import CPU, Grid, quick
 
 _QUICK = quick(CPU)
@@ -21,3 +24,11 @@ TINY = Grid(
     blocks=tuple(replace(block, sequence=16, batch=1) for block in _QUICK.blocks),
     patience_s=0.001,
 )
+
+
+def shrink_steps(patch: pytest.MonkeyPatch) -> None:
+    """Whole steps of the same layouts and kinds of model, but of small ones, and few."""
+    sizes = {"hidden_size": 60, "intermediate_size": 64}
+    patch.setattr(steps, "MODELS", {name: {**of, **sizes} for name, of in steps.MODELS.items()})
+    patch.setattr(steps, "STEPS", dict.fromkeys(steps.STEPS, steps.WARM_UP + 1))
+    patch.setattr(steps, "SEQUENCE_LENGTH", 32)
