@@ -8,6 +8,7 @@ A block is made of a line `<!-- run: COMMAND -->` and the code block after it. A
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -31,7 +32,10 @@ def output(command: str) -> str:
     if program != "fivefold":
         raise ValueError(f"{command} is no fivefold command")
     done = subprocess.run(
-        [sys.executable, "-m", "fivefold", *arguments], capture_output=True, text=True
+        [sys.executable, "-m", "fivefold", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
     )
     if done.stderr:
         raise ValueError(f"{command}: {done.stderr}")

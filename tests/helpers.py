@@ -28,9 +28,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def printed(*parts: Any) -> str:
-    """What a console of 100 columns shows."""
-    console = Console(width=100, no_color=True, highlight=False)
+def printed(*parts: Any, width: int = 100) -> str:
+    """What a console of that many columns shows."""
+    console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         console.print(*parts, sep="\n")
     return capture.get()

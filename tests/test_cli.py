@@ -15,7 +15,7 @@ from fivefold.errors import UserError
 from fivefold.interop import EXPORTERS
 from fivefold.layout.notation import PLANNED_SCHEDULES, SCHEDULES
 from fivefold.plan.engines import ENGINES, PRODUCT_BYTES
-from fivefold.plan.search.search import OBJECTIVES
+from fivefold.plan.search.constraints import OBJECTIVES
 from fivefold.train.failures import WorkerFailure
 from fivefold.train.runfile import Run
 from tests.report.test_timeline import read as read_timeline
@@ -250,8 +250,8 @@ def test_check_prints_tables_and_exits_with_1_when_something_differs(capsys, run
     engine("check", lambda run, steps: SimpleNamespace(as_dict=lambda: report(ok=False)))
     assert main(["check", run_file]) == 1
     printed = capsys.readouterr().out
-    assert "dp2 against one process" in printed and "all_reduce" in printed
-    assert printed.endswith("Not the same.\n")
+    assert "dp2 compared with one process" in printed and "all_reduce" in printed
+    assert printed.endswith("The layout differs from one process or from its plan.\n")
 
 
 def test_a_user_error_from_training_is_one_sentence(capsys, run_file, engine):
@@ -370,12 +370,16 @@ def test_planning_imports_neither_torch_nor_what_json_does_not_need():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_plan_prints_tables_that_fit_in_100_columns(capsys):
+def test_plan_prints_tables_that_fit_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = ["--dims", TINY, "--cluster", NODES, "--gpus", "16", "--top", "3"]
     assert main(["plan", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    for title in ("where the step goes", "why", "one change away", "what would change it"):
+    assert max(map(len, lines)) <= 80
+    assert "Why" in lines and "Where the step goes" not in lines
+    assert main(["plan", *arguments, "--details"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for title in ("Where the step goes", "One change away", "What would change the result"):
         assert title in lines
 
 
@@ -502,7 +506,7 @@ def test_export_prints_or_writes_what_an_engine_takes(capsys, plan_path, tmp_pat
 
 def test_export_knows_its_engines(capsys, plan_path):
     assert "'jax'" in sentence(capsys, main(["export", plan_path, "--to", "jax"]))
-    assert "cannot be read" in sentence(capsys, main(["export", "no.yaml", "--to", "megatron"]))
+    assert "no such plan file" in sentence(capsys, main(["export", "no.yaml", "--to", "megatron"]))
 
 
 # --- schedule ----------------------------------------------------------------------------------
@@ -512,9 +516,9 @@ def test_schedule_draws_a_table_and_says_what_each_rank_waits_and_keeps(capsys):
     assert main(["schedule", "zb-h1", "--pp", "2", "--micro-batches", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "rank 0  0   1   .   (0) {0} (1) {1}\nrank 1  .   0   (0) 1   (1) {0} {1}\n3 forward"
+        "rank 0  0   1   .   (0) {0} (1) {1}\nrank 1  .   0   (0) 1   (1) {0} {1}\n3: forward"
     )
-    assert "step 7 s, idle 14.3% of it" in out
+    assert "takes 7 s. Ranks are idle for 14.3% of it." in out
     assert " ".join(out.split()).endswith("0 0 6 14.3% 2 1 1 6 14.3% 2")
 
 
@@ -580,4 +584,4 @@ def test_plan_refuses_a_table_of_ones_own(capsys, tmp_path):
     table.write_text("0F0,0B0\n1F0,1B0\n")
     arguments = ["plan", "llama-3.1-8b", "--cluster", "dgx-h100", "--gpus", "8"]
     line = sentence(capsys, main([*arguments, "--layout", f"pp2 dp4 schedule={table}"]))
-    assert "is run and not planned" in line
+    assert "is a custom table, which runs but cannot be planned" in line

@@ -158,7 +158,7 @@ def _show(value) -> str:
 
 def test_every_token_of_the_layout_line_is_described_with_its_default() -> None:
     described = {}
-    for tokens, _, defaults in _table((ROOT / "README.md").read_text(), "token"):
+    for tokens, _, defaults in _table((ROOT / "docs" / "layout.md").read_text(), "token"):
         names = [name.strip("`=").removesuffix("N") for name in tokens.split(", ")]
         described |= dict(zip(names, defaults.replace("`", "").split(", "), strict=True))
     expected = {name: str(getattr(DEFAULTS, name, 1)) for name in FORMS}

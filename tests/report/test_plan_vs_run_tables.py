@@ -44,10 +44,10 @@ def unplanned(**changes: Any) -> dict[str, Any]:
 
 def test_what_was_planned_stands_beside_what_was() -> None:
     shown = printed(*plan_vs_run_report(report()))
-    assert "time per step: pipeline rank 1, mean of 9 steps" in " ".join(shown.split())
+    assert "Time per step: pipeline rank 1, mean of 9 steps" in " ".join(shown.split())
     assert line_with(shown, "compute") == "compute 50.0 ms 60.0 ms 60.0%"
     assert line_with(shown, "DP, exposed") == "DP, exposed 10.0 ms 20.0 ms 20.0%"
-    assert line_with(shown, "bubble") == "bubble: waiting for a stage 20.0 ms 15.0 ms 15.0%"
+    assert line_with(shown, "bubble") == "bubble (waiting for a stage) 20.0 ms 15.0 ms 15.0%"
     assert line_with(shown, "other") == "other 5.00 ms -"
     assert line_with(shown, "step  ") == "step 90.0 ms 100 ms"
     assert line_with(shown, "memory") == "peak memory per rank 80.0 MB 90.0 MB"
@@ -71,7 +71,7 @@ def test_parts_that_neither_side_has_are_left_out() -> None:
 
 def test_without_a_cluster_the_run_stands_alone_and_it_says_what_would_help() -> None:
     shown = printed(*plan_vs_run_report(unplanned(steps=1)))
-    assert "time per step: all ranks, 1 step" in " ".join(shown.split())
+    assert "Time per step: all ranks, 1 step" in " ".join(shown.split())
     assert line_with(shown, "compute") == "compute - 60.0 ms 60.0%"
     assert line_with(shown, "memory") == "peak memory per rank - 90.0 MB"
     assert "Run `fivefold calibrate` to measure this machine:" in shown
@@ -90,7 +90,9 @@ def test_a_message_that_the_plan_does_not_know_is_named() -> None:
         "measured_calls": 1.0,
     }
     shown = printed(*plan_vs_run_report(report(ledger_differences=[row])))
-    line = "rank 3: tp forward all_reduce of 4,096 bytes over 2: 0 calls predicted, 1 measured"
+    line = (
+        "rank 3: TP forward all_reduce of 4,096 bytes over 2 ranks: 0 calls predicted, 1 measured"
+    )
     assert line in shown
     assert "Measured bytes differ from the plan (last step)." in shown
     assert "exactly" not in shown

@@ -10,11 +10,11 @@ from fivefold.ledger import Ledger, Transfer
 from fivefold.report.tables import (
     check_report_notes,
     check_report_table,
-    format_bytes,
     layout_table,
     ledger_table,
     ledger_tables,
 )
+from fivefold.report.text import format_bytes
 from fivefold.verify.check import CheckReport, ledger_rows
 from fivefold.verify.parity import Comparison
 from tests.helpers import line_with, printed
@@ -34,7 +34,7 @@ from tests.helpers import line_with, printed
         (1_500_000_000, "1.50 GB"),
         (2**40, "1.10 TB"),
         (12.5, "12.5 B"),
-        (5e18, "5000 PB"),
+        (5e18, "5,000 PB"),
     ],
 )
 def test_bytes_have_three_digits_and_powers_of_1000(count, text):
@@ -48,17 +48,17 @@ def gradients(calls: int, size: int = 4_000_000) -> Transfer:
 SEND = Transfer("pp", "forward", "send", 2, 1000, 4)
 
 
-def test_the_ledger_table_shows_predicted_beside_measured_and_a_total_of_each_split():
+def test_the_ledger_table_shows_predicted_and_measured_and_a_total_per_split():
     rows = ledger_rows(Ledger([gradients(3), SEND]), Ledger([gradients(2), SEND]))
     text = printed(ledger_table(rows, "Rank 7"))
-    assert text.startswith("Rank 7, one optimizer step")
-    different = "dp backward all_reduce 2 3 x 4,000,000 B 2 x 4,000,000 B 8.00 MB"
+    assert text.startswith("Messages of Rank 7 per step")
+    different = "DP backward all_reduce 2 3 x 4,000,000 B 2 x 4,000,000 B 8.00 MB"
     assert " ".join(line_with(text, "all_reduce").split()) == different
-    equal = "pp forward send 2 4 x 1.00 KB 4 x 1.00 KB 4.00 KB"
+    equal = "PP forward send 2 4 x 1.00 KB 4 x 1.00 KB 4.00 KB"
     assert " ".join(line_with(text, "send").split()) == equal
-    assert line_with(text, "all dp").split()[2:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
-    assert line_with(text, "all pp").split()[2:] == ["4.00", "KB", "4.00", "KB", "4.00", "KB"]
-    assert line_with(text, "all  ").split()[1:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+    assert line_with(text, "total DP").split()[2:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+    assert line_with(text, "total PP").split()[2:] == ["4.00", "KB", "4.00", "KB", "4.00", "KB"]
+    assert line_with(text, "total  ").split()[1:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
 
 
 def test_a_difference_of_one_byte_is_visible():
@@ -74,11 +74,11 @@ def test_pipeline_ranks_that_send_the_same_share_a_table():
         ledger = Ledger(transfers)
         rows += [{"pp_rank": pp_rank, **row} for row in ledger_rows(ledger, ledger)]
     assert [table.title for table in ledger_tables(rows)] == [
-        "A rank of pipeline rank 0, 2, one optimizer step",
-        "A rank of pipeline rank 1, one optimizer step",
+        "Messages of a rank on pipeline rank 0, 2 per step",
+        "Messages of a rank on pipeline rank 1 per step",
     ]
     (table,) = ledger_tables([row for row in rows if row["pp_rank"] == 0])
-    assert table.title == "One rank, one optimizer step"
+    assert table.title == "Messages of one rank per step"
 
 
 def report(**changes) -> dict[str, Any]:
@@ -114,24 +114,28 @@ def report(**changes) -> dict[str, Any]:
 
 def test_the_check_table_holds_each_difference_against_its_limit():
     text = printed(check_report_table(report()))
-    assert text.startswith("tp2 against one process, 5 steps")
+    assert text.startswith("tp2 compared with one process, 5 steps")
     assert "2.0e-07    1e-05  yes" in text.splitlines()[3]
     assert line_with(text, "gradient norm").split()[-3:] == ["3.0e-04", "1e-05", "NO"]
     assert line_with(text, "any gradient", "relative").split()[-3:] == ["1.0e-06", "1e-05", "yes"]
-    assert line_with(text, "any gradient of the first step  ").split()[-1] == "4.0e-09"
+    assert line_with(text, "any gradient, first step  ").split()[-1] == "4.0e-09"
     assert line_with(text, "any weight").split()[-4:] == ["not", "finite", "1e-05", "NO"]
     assert line_with(text, "copies").split()[-4:] == ["1", "differ", "0", "NO"]
 
 
 def test_the_notes_of_a_check_say_how_it_was_made_and_what_differs():
     notes = check_report_notes(report())
-    assert notes[0].startswith("AdamW with lr 0.001 (constant), eps 1e-06 and clipping at 1,")
+    assert "AdamW: lr 0.001 (constant), eps 1e-06, clipping at 1." in notes[0]
     text = "\n".join(notes)
-    assert "step in bf16" in text and "With seed 0, 1 tokens chose another expert" in text
-    assert "In step 2, layer 3, 1 of 8,192 choices of an expert fell otherwise" in text
-    assert "rank 4: pp forward send of 1,000 bytes over 2: 4 calls predicted, 0 measured" in text
-    assert "Not the same." in notes[-1]
-    assert check_report_notes(report(ok=True))[-1].startswith("tp2 computes what one process does")
+    assert "measured in bf16" in text and "With seed 0, 1, tokens chose another expert" in text
+    assert "In step 2, layer 3, 1 of 8,192 choices of an expert differ" in text
+    assert (
+        "rank 4: PP forward send of 1,000 bytes over 2 ranks: 4 calls predicted, 0 measured" in text
+    )
+    assert "The layout differs from one process or from its plan." in notes[-1]
+    assert check_report_notes(report(ok=True))[-1].startswith(
+        "tp2 computes what one process computes"
+    )
 
 
 def test_the_layout_table_has_a_row_for_each_axis_with_its_groups_of_ranks():

@@ -18,11 +18,11 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2))
 
 
-def console(pipe_width: int | None = None) -> Console:
-    """Where tables are printed. A pipe, which has no width of its own, gets `pipe_width`."""
+def console() -> Console:
+    """Where tables are printed. A pipe has 80 columns, or what COLUMNS says."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width)
+    return Console(highlight=False)
 
 
 def write_file(path: str, text: str) -> None:

@@ -216,6 +216,15 @@ class PlanOptions:
             rich_help_panel=OUTPUT,
         ),
     ] = 5
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Also print every message, where the step goes, neighbouring layouts and what"
+            " would change the result.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False
     save: Annotated[
         str | None,
         typer.Option(
@@ -306,7 +315,7 @@ def _show(request: "PlanRequest", options: PlanOptions) -> None:
     if options.as_json:
         print_json(result)
     else:
-        _print(result)
+        _print(result, options.details)
     if save is not None:
         from fivefold.plan import planfile
 
@@ -316,10 +325,10 @@ def _show(request: "PlanRequest", options: PlanOptions) -> None:
     raise typer.Exit(0 if fits else 1)
 
 
-def _print(result: dict) -> None:
-    from fivefold.report.plan_tables import WIDTH, plan_report
+def _print(result: dict, details: bool) -> None:
+    from fivefold.report.plan_report import plan_report
 
-    console(WIDTH).print(*plan_report(result), sep="\n")
+    console().print(*plan_report(result, details), sep="\n")
 
 
 def _save_timeline(request: "PlanRequest", layout: str, path: str) -> None:

@@ -168,8 +168,9 @@ def schedule(options: ScheduleOptions) -> None:
         return
     print(picture(result.schedule))
     print(
-        f"\nstep {report['step_s']:g} s, idle {report['bubble_fraction']:.1%} of it; activations "
-        "in those of one micro-batch on one stage"
+        f"\nThe step takes {report['step_s']:g} s. Ranks are idle for "
+        f"{report['bubble_fraction']:.1%} of it.\nThe unit of activations is one micro-batch on "
+        "one stage."
     )
     console().print(schedule_table(report))
 

@@ -105,7 +105,6 @@ def train(
         check_writer(run.timeline)
     report = train_and_compare(run, save_run)
     if report is not None:
-        from fivefold.report.plan_tables import WIDTH
         from fivefold.report.plan_vs_run_tables import plan_vs_run_report
 
-        console(WIDTH).print("", *plan_vs_run_report(report), sep="\n")
+        console().print("", *plan_vs_run_report(report), sep="\n")

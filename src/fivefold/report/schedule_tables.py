@@ -1,10 +1,9 @@
-"""What `fivefold schedule` says of a schedule."""
+"""What `fivefold schedule` prints."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from fivefold.layout.actions import Action
@@ -12,21 +11,23 @@ from fivefold.layout.notation import FORMS
 from fivefold.parallel.pipeline.simulation import Simulation
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.report.schedule_drawing import draw
+from fivefold.report.text import make_table
 
 WIDEST = 1000
-"""Characters of a row of the picture; beyond, `--svg` shows more."""
+"""The longest row of the picture, in characters. `--svg` draws longer ones."""
 
 MEANINGS = {
     "gpipe": "all forwards, then all backwards (arXiv:1811.06965)",
-    "1f1b": "one forward and one backward in turn; interleaved with vpp2 (arXiv:2104.04473)",
+    "1f1b": "one forward and one backward in turn; interleaved if vpp is 2 or more "
+    "(arXiv:2104.04473)",
     "bfs": "gpipe with chunks, one chunk after the other (arXiv:2211.05953)",
-    "zb-h1": "1F1B with the weights' gradients where a rank would wait (arXiv:2401.10241)",
-    "zb-v": "the same with two chunks a rank in a V (arXiv:2401.10241, section 6)",
-    "dualpipe-v": "a forward beside a backward, two chunks a rank in a V "
+    "zb-h1": "1F1B with weight gradients computed while a rank would wait (arXiv:2401.10241)",
+    "zb-v": "zb-h1 with two chunks per rank in a V (arXiv:2401.10241, section 6)",
+    "dualpipe-v": "a forward overlaps a backward, two chunks per rank in a V "
     "(github.com/deepseek-ai/DualPipe)",
     "dualpipe": "micro-batches from both ends, two copies of the stages (arXiv:2412.19437); "
-    "is not run",
-    "FILE.csv": "a table of your own: a row a rank, with cells such as 0F3, 1B2, 0I0, 0W0",
+    "can be planned, not run",
+    "FILE.csv": "a custom table: one row per rank, with cells such as 0F3, 1B2, 0I0, 0W0",
 }
 """What each schedule does; the names are those of a layout's `schedule=`."""
 
@@ -64,23 +65,21 @@ def _cell(action: Action) -> str:
 
 
 def picture(schedule: Schedule) -> str:
-    """The picture and its key, or why there is none."""
+    """The picture and its key, or a hint where there is none."""
     drawn = draw(schedule)
     if max(map(len, drawn.splitlines())) > WIDEST:
-        return "too long to be drawn in text: --svg FILE draws it"
-    key = "3 forward of micro-batch 3, [3] its backward"
+        return "The schedule is too long to draw as text. Use --svg FILE."
+    key = ["3: forward of micro-batch 3. [3]: its backward, drawn twice as long."]
     if schedule.split:
-        key += "; or in two parts: (3) gradient of the input, {3} of the weights"
+        key.append("(3): gradient of the input. {3}: gradient of the weights.")
     if schedule.vpp > 1:
-        key += "; 3a, 3b: on the first, second stage of the rank"
-    return f"{drawn}\n{key}; a backward is drawn twice as long as a forward"
+        key.append("3a, 3b: on the first, second stage of the rank.")
+    return "\n".join([drawn, *key])
 
 
 def schedule_table(report: dict[str, Any]) -> Table:
-    """A row a rank."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "stages", "busy", "idle", "peak activations"):
-        table.add_column(name, justify="left" if name == "stages" else "right")
+    """One row per rank."""
+    table = make_table(">rank", "stages", ">busy", ">idle", ">peak activations")
     for rank in report["ranks"]:
         table.add_row(
             str(rank["rank"]),

@@ -1,23 +1,31 @@
-"""Tables for the terminal, made of plain data: the same rows that `--json` prints."""
+"""The tables of `check`, `trace` and `layout`, made of the same data that `--json` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from fivefold.layout import ranks
 from fivefold.layout.notation import Layout
+from fivefold.report.text import (
+    Row,
+    format_bytes,
+    make_table,
+    span,
+    split_name,
+    traffic_name,
+    verdict,
+)
 
 DIFFERENCES = {
-    "loss_rel_diff": "loss of the first step, relative",
-    "balance_loss_rel_diff": "balance loss of the first step, relative",
-    "grad_norm_rel_diff": "gradient norm of the first step, relative",
-    "max_grad_rel_diff": "any gradient of the first step, relative",
-    "max_grad_abs_diff": "any gradient of the first step",
-    "max_weight_abs_diff": "any weight after the last step",
+    "loss_rel_diff": "loss, first step, relative",
+    "balance_loss_rel_diff": "balance loss, first step, relative",
+    "grad_norm_rel_diff": "gradient norm, first step, relative",
+    "max_grad_rel_diff": "any gradient, first step, relative",
+    "max_grad_abs_diff": "any gradient, first step",
+    "max_weight_abs_diff": "any weight, last step",
 }
 """The differences between a layout and one process that `check` reports, by their key."""
 
@@ -34,32 +42,12 @@ AXES = {
 """What each axis of a layout splits."""
 
 LARGEST_LISTED = 100_000
-"""Ranks of a layout whose groups are still listed; the list of a larger one would take minutes."""
+"""The largest world whose groups are listed. The list of a larger one would take minutes."""
 
 
-def format_bytes(count: float) -> str:
-    """`1.50 MB`: three digits, and units that are powers of 1000."""
-    return _scaled(count, ("B", "KB", "MB", "GB", "TB", "PB"), " ")
-
-
-def _scaled(value: float, units: Sequence[str], space: str) -> str:
-    """`value` below 1000 of the first unit it fits, with three digits; a whole one unscaled."""
-    scaled, power = float(value), 0
-    # 999.5 would be printed as 1000, which is 1.00 of the next unit.
-    while abs(scaled) >= 999.5 and power < len(units) - 1:
-        scaled, power = scaled / 1000, power + 1
-    if power == 0 and scaled == int(scaled):
-        text = str(int(scaled))
-    elif abs(scaled) >= 99.95:
-        text = f"{scaled:.0f}"
-    else:
-        text = f"{scaled:.2f}" if abs(scaled) < 9.995 else f"{scaled:.1f}"
-    return f"{text}{space}{units[power]}".rstrip()
-
-
-def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """A table for each pipeline rank, one for those that send the same; `rows` as of
-    `train.check.ledger_rows`, each with its `pp_rank`."""
+def ledger_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table per pipeline rank, and a common one for those that send the same. `rows` are those
+    of `verify.check.ledger_rows`, each with its `pp_rank`."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         own = {key: value for key, value in row.items() if key != "pp_rank"}
@@ -72,26 +60,30 @@ def ledger_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         else:
             same.append(pp_rank)
     if len(by_rank) == 1:
-        return [ledger_table(own_rows, "One rank") for _, own_rows in alike]
+        return [ledger_table(own_rows, "one rank") for _, own_rows in alike]
     return [
-        ledger_table(own_rows, f"A rank of pipeline rank {', '.join(map(str, ranks))}")
+        ledger_table(own_rows, f"a rank on pipeline rank {span(ranks)}")
         for ranks, own_rows in alike
     ]
 
 
-def ledger_table(rows: Sequence[Mapping[str, Any]], who: str) -> Table:
-    """What `who` sends in one step, predicted beside measured: calls x bytes of a call; `rows` as
-    of `train.check.ledger_rows`."""
-    table = plain_table(f"{who}, one optimizer step")
-    table.add_column("split")
-    table.add_column("phase")
-    table.add_column("operation")
-    for column in ("group", "predicted", "measured", "wire"):
-        table.add_column(column, justify="right")
+def ledger_table(rows: Sequence[Row], who: str) -> Table:
+    """What `who` sends in one step, predicted and measured: calls x bytes per call. `rows` are
+    those of `verify.check.ledger_rows`."""
+    table = make_table(
+        "split",
+        "phase",
+        "operation",
+        ">ranks",
+        ">predicted",
+        ">measured",
+        ">wire",
+        title=f"Messages of {who} per step",
+    )
     for above, row in zip([None, *rows], rows, strict=False):
         same_split = above is not None and above["split"] == row["split"]
         table.add_row(
-            "" if same_split else row["split"],
+            "" if same_split else traffic_name(row["split"], rows),
             row["phase"],
             row["op"],
             str(row["group_size"]),
@@ -103,13 +95,15 @@ def ledger_table(rows: Sequence[Mapping[str, Any]], who: str) -> Table:
     table.add_section()
     splits = list(dict.fromkeys(row["split"] for row in rows))
     for split in splits if len(splits) > 1 else []:
-        _add_total(table, f"all {split}", [row for row in rows if row["split"] == split])
-    _add_total(table, "all", rows)
+        _add_total(
+            table, f"total {split_name(split)}", [row for row in rows if row["split"] == split]
+        )
+    _add_total(table, "total", rows)
     return table
 
 
-def _calls(row: Mapping[str, Any], side: str) -> str:
-    """`16 x 262 KB`; to the last byte where the two sides differ."""
+def _calls(row: Row, side: str) -> str:
+    """`16 x 262 KB`. Where the two sides differ, to the last byte."""
     calls = row[f"{side}_calls"]
     if calls == 0:
         return "-"
@@ -118,7 +112,7 @@ def _calls(row: Mapping[str, Any], side: str) -> str:
     return f"{calls:g} x {size}"
 
 
-def _add_total(table: Table, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _add_total(table: Table, name: str, rows: Sequence[Row]) -> None:
     totals = {
         key: sum(row[key] for row in rows)
         for key in ("predicted_bytes", "measured_bytes", "measured_wire_bytes")
@@ -126,14 +120,16 @@ def _add_total(table: Table, name: str, rows: Sequence[Mapping[str, Any]]) -> No
     table.add_row("", name, "", "", *map(format_bytes, totals.values()))
 
 
-def check_report_table(report: Mapping[str, Any]) -> Table:
-    """How far the layout is from one process: the keys of `DIFFERENCES` in `report`, in words."""
+def check_report_table(report: Row) -> Table:
+    """How far the layout is from one process: the keys of `DIFFERENCES` in `report`."""
     steps = f"{report['steps']} step{'s' if report['steps'] > 1 else ''}"
-    table = plain_table(f"{report['layout']} against one process, {steps}")
-    table.add_column("largest difference in")
-    for column in ("found", "allowed"):
-        table.add_column(column, justify="right")
-    table.add_column("same")
+    table = make_table(
+        "largest difference",
+        ">found",
+        ">allowed",
+        "same",
+        title=f"{report['layout']} compared with one process, {steps}",
+    )
     names = {
         "max_grad_rel_diff": report["worst_gradient"],
         "max_weight_abs_diff": report["worst_weight"],
@@ -146,41 +142,46 @@ def check_report_table(report: Mapping[str, Any]) -> Table:
             words,
             "not finite" if found is None else f"{found:.1e}",
             "" if limit is None else f"{limit:.0e}",
-            "" if limit is None else _verdict(found is not None and found <= limit),
+            "" if limit is None else verdict(found is not None and found <= limit),
         )
     differing = report["differing_replicas"]
     words = "copies on different ranks" + "".join(f"\n  {name}" for name in differing[:5])
-    table.add_row(words, f"{len(differing)} differ", "0", _verdict(not differing))
+    table.add_row(words, f"{len(differing)} differ", "0", verdict(not differing))
     return table
 
 
-def memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def memory_table(rows: Sequence[Row]) -> Table:
     """What weights, gradients and optimizer state take on a rank after a step."""
-    table = plain_table("memory of a rank after a step")
-    table.add_column("pp", justify="right")
-    table.add_column("what")
-    for column in ("predicted", "measured"):
-        table.add_column(column, justify="right")
-    table.add_column("within 1 %")
+    table = make_table(
+        ">pp rank",
+        "kind",
+        ">predicted",
+        ">measured",
+        "within 1%",
+        title="Memory of a rank after a step",
+    )
     for row in rows:
         sizes = (format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"]))
-        table.add_row(str(row["pp_rank"]), row["kind"], *sizes, _verdict(row["agrees"]))
+        table.add_row(str(row["pp_rank"]), row["kind"], *sizes, verdict(row["agrees"]))
     return table
 
 
-def trace_memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """What ranks hold at their peak, by kind; `ranks` as of `train.trace.trace_report`."""
-    table = plain_table("memory of a rank at its peak")
-    table.add_column("pp", justify="right")
-    table.add_column("what")
-    for column in ("predicted", "traced", "difference"):
-        table.add_column(column, justify="right")
+def trace_memory_table(ranks: Sequence[Row]) -> Table:
+    """What ranks hold at their peak, by kind. `ranks` are those of `verify.trace.trace_report`."""
+    table = make_table(
+        ">pp rank",
+        "kind",
+        ">predicted",
+        ">traced",
+        ">difference",
+        title="Peak memory of a rank",
+    )
     for rank in ranks:
         for row in rank["memory"]:
             difference = row["predicted_bytes"] - row["measured_bytes"]
             table.add_row(
-                _span(rank["pp_ranks"]) if row["kind"] == "weights" else "",
-                row["kind"],
+                span(rank["pp_ranks"]) if row["kind"] == "weights" else "",
+                "total" if row["kind"] == "all" else row["kind"],
                 format_bytes(row["predicted_bytes"]),
                 format_bytes(row["measured_bytes"]),
                 f"{difference / rank['memory'][-1]['measured_bytes']:+.2%}",
@@ -190,83 +191,75 @@ def trace_memory_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def trace_notes(report: Mapping[str, Any]) -> list[str]:
-    """Where the peaks are, and what came out."""
-    notes = [f"pp {_span(rank['pp_ranks'])}: {rank['moment']}" for rank in report["ranks"]]
+def trace_notes(report: Row) -> list[str]:
+    """Where the peaks are, and the result."""
+    notes = [
+        f"The peak of pp rank {span(rank['pp_ranks'])} is in the {rank['moment']}."
+        for rank in report["ranks"]
+    ]
     if report["ok"]:
         notes.append(
-            f"{report['layout']}, {report['world_size']:,} ranks: sends as planned, to the byte, "
-            "and takes as much memory."
+            f"{report['layout']} on {report['world_size']:,} ranks sends what the plan predicts, "
+            "to the byte, and its memory is within 3% of the plan."
         )
     else:
-        notes.append(f"[bold red]{report['layout']}: not as planned.[/]")
+        notes.append(f"[bold red]{report['layout']} does not agree with the plan.[/]")
     return notes
 
 
-def _span(numbers: Sequence[int]) -> str:
-    """`1-14`, or `1, 3-5`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
-
-
-def check_report_notes(report: Mapping[str, Any]) -> list[str]:
-    """How it was compared, and what came out, a sentence each."""
+def check_report_notes(report: Row) -> list[str]:
+    """How the layout was compared, and the result."""
     optimizer = report["optimizer"]
     notes = [
-        f"AdamW with lr {optimizer['lr']:g} (constant), eps {optimizer['eps']:g} and clipping at "
-        f"{optimizer['clip']:g}, whatever the run says; in fp32; one process took "
-        f"{report['one_process_s']:.1f} s, the layout {report['layout_s']:.1f} s."
+        f"Compared in fp32 with AdamW: lr {optimizer['lr']:g} (constant), eps "
+        f"{optimizer['eps']:g}, clipping at {optimizer['clip']:g}. The run file's optimizer is not "
+        f"used. One process took {report['one_process_s']:.1f} s, the layout "
+        f"{report['layout_s']:.1f} s."
     ]
     if report["precision"] != "fp32":
-        notes.append(f"The messages are those of a step in {report['precision']}.")
+        notes.append(f"The messages were measured in {report['precision']}.")
     if report["rerouted_seeds"]:
         seeds = ", ".join(map(str, report["rerouted_seeds"]))
         notes.append(
-            f"With seed {seeds} tokens chose another expert, as rounding may decide in a near-tie; "
-            f"this is seed {report['seed']}."
+            f"With seed {seeds}, tokens chose another expert: rounding decides between nearly "
+            f"equal probabilities. The comparison uses seed {report['seed']}."
         )
     notes += [
         f"In step {it['step']}, layer {it['layer']}, {it['tokens']} of {it['of']:,} choices of an "
-        "expert fell otherwise, as rounding may decide in a near-tie."
+        "expert differ: rounding decides between nearly equal probabilities."
         for it in report["rerouted"][:5]
     ]
     notes += map(ledger_difference, report["ledger_differences"][:5])
     if report["ok"]:
-        notes.append(f"{report['layout']} computes what one process does, and sends as planned.")
+        notes.append(
+            f"{report['layout']} computes what one process computes, and sends what the plan "
+            "predicts."
+        )
     else:
-        notes.append("[bold red]Not the same.[/]")
+        notes.append("[bold red]The layout differs from one process or from its plan.[/]")
     return notes
 
 
-def ledger_difference(row: Mapping[str, Any]) -> str:
-    """A row that the plan and the run do not share, as of `train.check.compare_ledgers`."""
+def ledger_difference(row: Row) -> str:
+    """A row of `verify.check.compare_ledgers`, in which the plan and the run differ."""
     who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
     return (
-        f"[bold red]{who}: {row['split']} {row['phase']} {row['op']} of "
-        f"{row['payload_bytes']:,g} bytes over {row['group_size']}: "
+        f"[bold red]{who}: {split_name(row['split'])} {row['phase']} {row['op']} of "
+        f"{row['payload_bytes']:,g} bytes over {row['group_size']} ranks: "
         f"{row['predicted_calls']:g} calls predicted, {row['measured_calls']:g} measured[/]"
     )
 
 
 def layout_table(layout: Layout) -> Table:
     """The axes of a layout that have more than one rank, and the groups of ranks along each."""
-    table = plain_table(None)
-    table.add_column("axis")
-    table.add_column("degree", justify="right")
-    table.add_column("splits")
-    table.add_column("ranks of a group", no_wrap=True)
+    table = make_table("axis", ">degree", "splits", "groups of ranks")
     has_experts = layout.ep > 1 or layout.etp > 1
     for axis, splits in AXES.items():
         degree = getattr(layout, axis)
         if degree == 1 or (axis == "edp" and not has_experts):
             continue
         if axis == "tp" and layout.sp:
-            splits += ", sequence (sp)"
+            splits += ", and the sequence (sp)"
         groups = _first_groups(layout, axis) if layout.world_size <= LARGEST_LISTED else ""
         table.add_row(axis, str(degree), splits, groups)
     return table
@@ -299,19 +292,3 @@ def _first_groups(layout: Layout, axis: str) -> str:
     if len(rows) <= 4:
         return ", ".join(shown)
     return f"{', '.join(shown[:2])}, .. {len(rows)} groups"
-
-
-def plain_table(title: str | None) -> Table:
-    """Narrow enough for a terminal of 80 columns."""
-    return Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
-def _verdict(agrees: bool) -> str:
-    return "yes" if agrees else "[bold red]NO[/]"

@@ -18,7 +18,7 @@ from fivefold.files import atomic_write
 from fivefold.layout.actions import Action
 from fivefold.ledger import SPLITS
 from fivefold.parallel.pipeline.table import Schedule
-from fivefold.report.tables import format_bytes
+from fivefold.report.text import format_bytes
 from fivefold.step_trace import Message, Spans, is_between_stages
 
 if TYPE_CHECKING:
