@@ -1,0 +1,269 @@
+"""The Python API: what the commands do, as functions.
+
+    from fivefold import api
+
+    plan = api.plan("llama-3.1-8b", "dgx-h100", gpus=64, sequence_length=8192)
+    print(plan["layouts"][0]["layout"])
+
+Each function returns the plain data that the command prints with `--json`. Keys are stable, and
+units are in their names. `UserError` means bad input; its text is one sentence. `WorkerFailure`
+means that a training process failed. Everything outside this module is private and may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, cast
+
+from fivefold.errors import UserError
+from fivefold.train.failures import WorkerFailure
+
+__all__ = ["UserError", "WorkerFailure", "check", "layout", "plan", "trace", "train"]
+
+
+class LedgerRow(TypedDict):
+    """One kind of message of a device in one step."""
+
+    split: str  # dp, pp, tp, cp, ep or world
+    phase: str  # forward, backward or optimizer
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
+    group_size: int
+    payload_bytes: float  # of one call
+    calls: float
+    wire_bytes: float  # of all calls
+    tier: str
+    time_s: float
+    exposed_s: float  # what no compute hides
+    stage: int  # pipeline rank
+
+
+class PlannedLayout(TypedDict):
+    """A layout with its predicted time and memory. Bytes are those of one device."""
+
+    layout: str
+    meaning: str
+    devices: int
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    tokens_per_s_per_device: float
+    model_flops_per_s_per_device: float
+    mfu: float
+    mfu_full_attention: float
+    bubble_fraction: float
+    peak_memory_bytes: float
+    peak_memory_low_bytes: float
+    peak_memory_high_bytes: float
+    worst_stage: int
+    verdict: str  # fits, tight or no
+    memory_bytes: dict[str, float]  # by kind, on the fullest stage
+    seconds: dict[str, float]  # by what they are spent on
+    stages: list[dict[str, Any]]
+    ledger: list[LedgerRow]
+    placement: dict[str, str]
+    training_hours: float | None
+    device_hours: float | None
+    why: list[dict[str, Any]]
+
+
+class PlanResult(TypedDict):
+    """What `plan` found. docs/planning.md describes each key."""
+
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    job: dict[str, Any]
+    search: dict[str, Any]
+    layouts: list[PlannedLayout]  # the best first
+    best_found: PlannedLayout | None  # with `layout`: the best layout of the search
+    order: dict[str, Any] | None
+    neighbours: list[dict[str, Any]]
+    changes: list[dict[str, Any]]
+    nothing_fits: dict[str, Any] | None  # why nothing fits, and what would
+    notes: list[str]
+
+
+class LayoutResult(TypedDict):
+    """What a layout line means."""
+
+    layout: str
+    meaning: str
+    world_size: int
+    global_batch: int  # sequences per step
+    degrees: dict[str, int]
+    groups: dict[str, list[list[int]]]  # ranks by axis; empty for very large worlds
+
+
+class TraceResult(TypedDict):
+    """Messages and peak memory of ranks, compared with the plan."""
+
+    ok: bool
+    layout: str
+    world_size: int
+    global_batch: int
+    sequence_length: int
+    precision: str
+    ranks: list[dict[str, Any]]
+
+
+class CheckResult(TypedDict):
+    """A layout compared with one process and with its plan. None: not a finite number."""
+
+    ok: bool
+    layout: str
+    steps: int
+    precision: str
+    loss_rel_diff: float | None
+    grad_norm_rel_diff: float | None
+    max_grad_rel_diff: float | None
+    max_weight_abs_diff: float | None
+    replicas_identical: bool
+    limits: dict[str, float]
+    ledger: list[dict[str, Any]]
+    ledger_differences: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+
+
+class TrainResult(TypedDict):
+    """A run compared with its plan. Predicted values are None if this machine is not calibrated."""
+
+    layout: str
+    precision: str
+    device: str
+    steps: int
+    step_s: dict[str, float | None]
+    seconds: list[dict[str, Any]]
+    memory: dict[str, Any]
+    ledger: list[dict[str, Any]]
+    ledger_differences: list[dict[str, Any]]
+
+
+def plan(
+    model: str | None = None,
+    cluster: str | None = None,
+    gpus: int | None = None,
+    *,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    global_batch_tokens: str | None = None,
+    precision: str | None = None,
+    engine: str | None = None,
+    layout: str | None = None,
+    fix: str | None = None,
+    forbid: str | None = None,
+    objective: str = "time",
+    top: int = 5,
+    tokens: str | None = None,
+    max_memory: str | None = None,
+    headroom: str | None = None,
+    measured: Sequence[str] = (),
+    imbalance: float = 1.0,
+    mtp: bool = False,
+    offload: bool = False,
+    dims: str | None = None,
+    from_megatron: str | None = None,
+) -> PlanResult:
+    """Search all layouts of a job and explain the best.
+
+    Args:
+        model: preset, path of a config.json, or its folder. `dims` or `from_megatron` replace it.
+        cluster: name, path of a cluster file, or a line of numbers.
+        gpus: number of devices.
+        sequence_length: tokens. Default: 4096, or the model's maximum if that is smaller.
+        global_batch: sequences per step. `global_batch_tokens` ("16M") replaces it.
+        layout: evaluate this layout, and compare it with the best one.
+        fix, forbid: settings that layouts must have ("tp8 zero1"), or must not have ("pp zero3").
+        objective: "time", "memory" or "cost" (with `tokens`, e.g. "15T").
+        measured: measured steps, e.g. ["tp8 pp4=9.31s"], that calibrate the predictions.
+
+    The other arguments are options of `fivefold plan`. Raises UserError.
+    """
+    given = dict(locals())
+    from fivefold.plan.request import Options, ask
+    from fivefold.plan.result import answer
+
+    given["measured"] = tuple(measured)
+    return cast(PlanResult, answer(ask(Options(**given))))
+
+
+def layout(text: str, gpus: int | None = None) -> LayoutResult:
+    """What a layout line means. With `gpus`, `dp` may be left out. Raises UserError."""
+    from fivefold.layout.legality import violations
+    from fivefold.layout.notation import parse
+    from fivefold.report.tables import layout_report
+
+    parsed = parse(text, gpus)
+    for broken in violations(parsed, world_size=gpus, running=False):
+        raise UserError(broken)
+    return cast(LayoutResult, layout_report(parsed))
+
+
+def trace(
+    model: str,
+    layout: str | None = None,
+    *,
+    sequence_length: int | None = None,
+    precision: str | None = None,
+    rank: int | None = None,
+) -> TraceResult:
+    """Run one rank of any world with shapes alone, and compare it with the plan.
+
+    Args:
+        model: preset, path of a config.json, its folder, or a plan file.
+        layout: layout line. A plan file has its own.
+        sequence_length: tokens. Default: 4096, or the plan's.
+        precision: "bf16" or "fp32". Default: "bf16", or the plan's.
+        rank: global rank. Default: one rank of each different stage.
+
+    Raises UserError.
+    """
+    from fivefold.verify.trace import trace_report
+    from fivefold.verify.traceable import read
+
+    length = None if sequence_length is None else str(sequence_length)
+    what = read(model, layout, length, precision)
+    report = trace_report(what.config, what.layout, what.sequence_length, what.precision, rank)
+    return cast(TraceResult, report)
+
+
+def check(
+    run_file: str, layout: str | None = None, *, overrides: Sequence[str] = (), steps: int = 5
+) -> CheckResult:
+    """Compare a layout with one process and with its plan, on local processes.
+
+    Args:
+        run_file: path of a run file.
+        layout: layout line or plan file. Default: the run file's layout.
+        overrides: values of the run file, e.g. ["optimizer.lr=1e-3"].
+        steps: optimizer steps.
+
+    Raises UserError, and WorkerFailure if a process fails.
+    """
+    from fivefold.verify.check import check as check_run
+    from fivefold.verify.planned_run import load_planned_run
+
+    run = load_planned_run(run_file, layout, list(overrides))
+    return cast(CheckResult, check_run(run, steps).as_dict())
+
+
+def train(
+    run_file: str,
+    layout: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    steps: int | None = None,
+    out: str | None = None,
+) -> TrainResult | None:
+    """Train on local processes, or as one of the processes that torchrun started.
+
+    Arguments are those of `check`; `steps` and `out` (the output folder) replace the run file's.
+    Progress is printed. Returns None if no step was left to do, and on ranks other than 0 under
+    torchrun. Raises UserError, and WorkerFailure if a process fails.
+    """
+    from fivefold.report.timeline import check_writer, save_run
+    from fivefold.verify.plan_vs_run import train_and_compare
+    from fivefold.verify.planned_run import load_planned_run
+
+    run = load_planned_run(run_file, layout, list(overrides), steps, out)
+    if run.timeline is not None:
+        check_writer(run.timeline)
+    return cast("TrainResult | None", train_and_compare(run, save_run))
