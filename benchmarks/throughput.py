@@ -35,7 +35,8 @@ import torch.distributed as dist
 from benchmarks.plain import PlainLoop
 from benchmarks.random_tokens import random_tokens
 from fivefold.layout import legality
-from fivefold.layout.notation import parse, stated, with_global_batch
+from fivefold.layout.global_batch import with_global_batch
+from fivefold.layout.notation import parse, stated
 from fivefold.malloc_env import reexec_with_malloc_settings
 from fivefold.model.config import load_config
 from fivefold.parallel.comm import Recorder

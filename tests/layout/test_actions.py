@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.layout import actions
-from fivefold.layout.actions import Action, rank_of, read_table, table_text
+from fivefold.layout.actions import Action, rank_of, table_text
 from fivefold.layout.legality import violations
 from fivefold.layout.notation import parse
+from fivefold.parallel.pipeline import table_file
+from fivefold.parallel.pipeline.table_file import read_table, with_table
 from tests.helpers import refusal
 
 
@@ -83,7 +84,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch):
     assert "cannot read" in refusal(read_table, str(tmp_path / "folder.csv"))
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
     assert "not UTF-8" in refusal(read_table, str(tmp_path / "bytes.csv"))
-    monkeypatch.setattr(actions, "LARGEST_FILE", 10)
+    monkeypatch.setattr(table_file, "LARGEST_FILE", 10)
     assert "larger than a table" in refusal(read_table, written(tmp_path, "0F0,0B0,0F1"))
 
 
@@ -95,17 +96,17 @@ def test_a_v_turns_on_the_last_rank_and_on_the_first(pp: int, lap: int):
 
 def test_a_layout_may_name_a_file_and_must_have_its_numbers(tmp_path: Path):
     path = written(tmp_path, "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    layout = parse(f"PP2 ga2 schedule={path}")
+    layout = with_table(parse(f"PP2 ga2 schedule={path}"))
     assert layout.schedule == path  # files have capitals
     assert parse(str(layout)) == layout
     assert not layout.is_v_shaped and violations(layout) == []
-    (sentence,) = violations(parse(f"pp2 ga4 schedule={path}"))
+    (sentence,) = violations(with_table(parse(f"pp2 ga4 schedule={path}")))
     assert "is a table for pp2 vpp1 ga2, not for pp2 vpp1 ga4" in sentence
     with pytest.raises(UserError, match="cannot read"):
-        violations(parse("pp2 ga2 schedule=none.csv"))
+        with_table(parse("pp2 ga2 schedule=none.csv"))
 
 
 def test_a_file_may_have_a_v(tmp_path: Path):
     path = written(tmp_path, "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
-    layout = parse(f"pp2 vpp2 schedule={path}")
+    layout = with_table(parse(f"pp2 vpp2 schedule={path}"))
     assert layout.is_v_shaped and layout.first_and_last_share_rank and violations(layout) == []

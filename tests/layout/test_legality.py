@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.layout.batch import LayoutBatch
-from fivefold.layout.legality import allowed_tp, check, legal, violations
+from fivefold.layout.legality import check, legal, violations
+from fivefold.layout.model_rules import allowed_tp
 from fivefold.layout.notation import PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Layout, parse
 from fivefold.model.config import ModelConfig, MoEConfig
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
+from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.notation import (
     LARGEST,
     ORDER,
     Layout,
     parse,
     stated,
-    with_global_batch,
 )
 from fivefold.text import nearest_choices, nearest_multiples
 from tests.helpers import refusal

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check as check_layout
-from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.parallel.comm import Recorder
+from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.train.data.samples import Samples
 from fivefold.train.data.tokens import TokenFile
 from fivefold.train.launch import launch
@@ -87,7 +89,7 @@ def random_samples(
 
 def layout_for(text: str, config: ModelConfig, samples: Samples) -> Layout:
     """The layout that a line of text states, with the accumulation of the global batch."""
-    layout = with_global_batch(parse(text), samples.global_batch, stated(text))
+    layout = with_global_batch(with_table(parse(text)), samples.global_batch, stated(text))
     check_layout(layout, config, samples.sequence_length)
     return layout
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fivefold.cluster.cluster import load_cluster
-from fivefold.layout.notation import Layout, parse, with_global_batch
+from fivefold.layout.global_batch import with_global_batch
+from fivefold.layout.notation import Layout, parse
 from fivefold.model.huggingface.presets import load_model
 from fivefold.plan import explain
 from fivefold.plan.engines import Job

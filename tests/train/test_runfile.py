@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
-from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import load_config
 from fivefold.train.runfile import load_run
 from tests.helpers import refusal

@@ -33,9 +33,10 @@ def layout(
     """
     from fivefold.layout.legality import violations
     from fivefold.layout.notation import parse
+    from fivefold.parallel.pipeline.table_file import with_table
     from fivefold.report.tables import layout_report, layout_table
 
-    parsed = parse(text, gpus)
+    parsed = with_table(parse(text, gpus))
     for broken in violations(parsed, world_size=gpus, running=False):
         raise UserError(broken)
     if as_json:

@@ -1,9 +1,9 @@
-"""The actions of a pipeline, and tables of them in files: a layout may name such a file.
+"""The actions of a pipeline, and tables of them as text: a layout may name a file of it.
 
-A file is CSV: a row for each pipeline rank, and in a cell what the rank does next: stage, kind and
-micro-batch, such as `0F3`, `1B2`, `0I0` or `0W0`; an empty cell is a rank that waits. Two actions
-run side by side are `(0F5;7B2)OVERLAP_F_B`. It is the format that torch.distributed.pipelining
-reads and writes ("compute_only"), so that a table can come from there and go there.
+The text is CSV: a row for each pipeline rank, and in a cell what the rank does next: stage, kind
+and micro-batch, such as `0F3`, `1B2`, `0I0` or `0W0`; an empty cell is a rank that waits. Two
+actions run side by side are `(0F5;7B2)OVERLAP_F_B`. torch.distributed.pipelining reads and writes
+the same format ("compute_only").
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import csv
 import io
 import re
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from fivefold.errors import UserError
@@ -25,9 +23,6 @@ LOOP, FOLD, BOTH_ENDS = "loop", "fold", "both ends"
 """How virtual stages lie on pp ranks: stage s on rank s % pp, down the ranks again and again; down
 and up in a V, stage s and stage 2 pp - 1 - s on one rank; and two copies of pp stages, of which the
 second, for the later half of the micro-batches, begins on the last rank."""
-
-LARGEST_FILE = 64 * 2**20
-"""Bytes of a table's file; 128 ranks with 1,024 micro-batches are 3 MB."""
 
 
 class Action(NamedTuple):
@@ -47,9 +42,9 @@ def rank_of(stage: int, pp: int, placement: str) -> int:
     return pp - 1 - place if placement == FOLD and lap % 2 else place
 
 
-@dataclass(frozen=True)
-class TableFile:
-    """What a file says."""
+@dataclass(frozen=True, eq=False)
+class ActionTable:
+    """What each pipeline rank does, in order, as a file says it."""
 
     pp: int
     vpp: int
@@ -68,12 +63,11 @@ def is_table_file(schedule: str) -> bool:
     return schedule.endswith(TABLE_FILE)
 
 
-@lru_cache(maxsize=16)
-def read_table(path: str) -> TableFile:
-    """The table in a file. Raises UserError for a file that cannot be read or has no table whose
-    stages lie in a loop or in a V; whether it can be run is for `proof.validate` to say."""
+def parse_table(text: str, path: str) -> ActionTable:
+    """The table in the text of a file, which errors call `path`. Raises UserError for text without
+    a table whose stages lie in a loop or in a V; `proof.validate` says whether it can be run."""
     rows, pairs = [], []
-    for number, cells in enumerate(csv.reader(io.StringIO(_text(path)))):
+    for number, cells in enumerate(csv.reader(io.StringIO(text))):
         row: list[Action] = []
         beside: set[int] = set()
         for cell in cells:
@@ -94,19 +88,7 @@ def read_table(path: str) -> TableFile:
         )
     micro_batches = 1 + max(action.micro_batch for action in actions)
     placement = _placement(path, rows, stages)
-    return TableFile(pp, stages // pp, micro_batches, placement, tuple(rows), tuple(pairs))
-
-
-def _text(path: str) -> str:
-    try:
-        file = Path(path)
-        if file.stat().st_size > LARGEST_FILE:
-            raise UserError(f"{path} is larger than a table of actions may be, {LARGEST_FILE:,} B")
-        return file.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no CSV file: it is not UTF-8 text") from None
+    return ActionTable(pp, stages // pp, micro_batches, placement, tuple(rows), tuple(pairs))
 
 
 def _read_cell(cell: str, where: str) -> list[Action]:
@@ -145,7 +127,7 @@ def _placement(path: str, rows: list[tuple[Action, ...]], stages: int) -> str:
 
 
 def table_text(rows: tuple[tuple[Action, ...], ...], pairs: tuple[frozenset[int], ...]) -> str:
-    """The file's text; its inverse is `read_table`."""
+    """The file's text; its inverse is `parse_table`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row, beside in zip(rows, pairs, strict=True):

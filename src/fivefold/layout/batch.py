@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.layout.notation import Degrees, Layout
+from fivefold.layout.actions import ActionTable
+from fivefold.layout.degrees import Degrees
+from fivefold.layout.notation import Layout
 
-SHARED = ("order", "layers")
+SHARED = ("order", "layers", "table")
 """The fields that all layouts of one `LayoutBatch` have in common."""
 TYPES = {"sp": np.bool_, "recompute": np.str_, "schedule": np.str_}
 """The types of the arrays that are not int64."""
@@ -24,7 +26,7 @@ ARRAYS = tuple(field.name for field in fields(Layout) if field.name not in SHARE
 
 @dataclass(frozen=True, eq=False)
 class LayoutBatch(Degrees):
-    """n layouts; every field but the last two is an array [n]. See `Layout` for their meaning."""
+    """n layouts; every field but the last three is an array [n]. See `Layout` for their meaning."""
 
     tp: NDArray[np.int64]
     sp: NDArray[np.bool_]
@@ -44,6 +46,7 @@ class LayoutBatch(Degrees):
     schedule: NDArray[np.str_]
     order: tuple[str, ...]
     layers: tuple[int, ...] | None
+    table: ActionTable | None = None
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutBatch:
@@ -77,12 +80,12 @@ class LayoutBatch(Degrees):
 
     def __getitem__(self, index: int) -> Layout:
         values: dict[str, Any] = {name: getattr(self, name)[index].item() for name in ARRAYS}
-        return Layout(**values, order=self.order, layers=self.layers)
+        return Layout(**values, order=self.order, layers=self.layers, table=self.table)
 
     def take(self, chosen: Any) -> LayoutBatch:
         """The layouts that a mask [n], an array of indices or a slice chooses."""
         arrays: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ARRAYS}
-        return LayoutBatch(**arrays, order=self.order, layers=self.layers)
+        return LayoutBatch(**arrays, order=self.order, layers=self.layers, table=self.table)
 
 
 def alike(layouts: Sequence[Layout]) -> list[list[int]]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.layout.actions import FOLD, is_table_file, read_table
+from fivefold.layout.actions import ActionTable, is_table_file
+from fivefold.layout.degrees import ORDER, PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Degrees
 from fivefold.text import (
     divisors,
     join_or,
@@ -25,105 +25,6 @@ from fivefold.text import (
     nearest_multiples,
     product,
 )
-
-ORDER = ("tp", "cp", "ep", "dp", "pp")
-"""The default rank order, innermost (fastest varying) axis first."""
-
-RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b", "bfs", "zb-h1", "zb-v", "dualpipe-v")
-"""The pipeline schedules that can be run; a table in a file (`*.csv`) can be run too."""
-PLANNED_SCHEDULES = ("dualpipe",)
-"""Schedules that are planned, timed and drawn beside them, but not run."""
-
-
-class Degrees:
-    """What follows from the degrees of a layout, elementwise: for one `Layout`, whose degrees are
-    integers, and for many `LayoutBatch`, whose degrees are arrays."""
-
-    tp: Any
-    sp: Any
-    pp: Any
-    vpp: Any
-    dp: Any
-    dp_replicate: Any
-    zero: Any
-    ep: Any
-    etp: Any
-    ulysses: Any
-    ring: Any
-    micro_batch: Any
-    accumulation: Any
-    recompute: Any
-    recompute_layers: Any
-    schedule: Any
-    order: tuple[str, ...]
-    layers: tuple[int, ...] | None
-
-    @property
-    def cp(self) -> Any:
-        """Context parallel degree: how many ranks share one sequence (ulysses * ring)."""
-        return self.ulysses * self.ring
-
-    @property
-    def dp_shard(self) -> Any:
-        """Data parallel ranks that shard optimizer state, gradients or weights (ZeRO)."""
-        return self.dp // self.dp_replicate
-
-    @property
-    def sp_degree(self) -> Any:
-        """Parts in which the tp ranks hold a sequence between the split matrices: tp, or 1."""
-        return 1 + self.sp * (self.tp - 1)
-
-    @property
-    def world_size(self) -> Any:
-        """Devices, one for each rank."""
-        return self.dp * self.pp * self.tp * self.cp
-
-    @property
-    def edp(self) -> Any:
-        """Ranks that hold a copy of the same expert weights and sum their gradients."""
-        return self.tp * self.cp * self.dp // (self.etp * self.ep)
-
-    @property
-    def edp_shard(self) -> Any:
-        """Copies of an expert that shard its state (ZeRO); the replicas of HSDP are not counted."""
-        return self.edp // self.dp_replicate
-
-    @property
-    def backward_follows_at_once(self) -> Any:
-        """Does each micro-batch's backward pass come right after its forward pass?"""
-        return (self.pp == 1) & (self.schedule == "1f1b")
-
-    @property
-    def stages(self) -> Any:
-        """Virtual pipeline stages; `stages.chunk_stage` says which rank holds which."""
-        return self.pp * self.vpp
-
-    @property
-    def is_bidirectional(self) -> Any:
-        """Does each rank hold two stages, for micro-batches that come from both ends?
-
-        DualPipe (arXiv:2412.19437, section 3.2.1) keeps two copies of the model, each for half of
-        the micro-batches; the first stage of one is on the rank of the last stage of the other.
-        """
-        return self.schedule == "dualpipe"
-
-    @property
-    def is_v_shaped(self) -> Any:
-        """Do the chunks go down the ranks and up again in a V, so that rank 0 has both ends?"""
-        if isinstance(self.schedule, str) and is_table_file(self.schedule):
-            return read_table(self.schedule).placement == FOLD
-        return (self.schedule == "zb-v") | (self.schedule == "dualpipe-v")
-
-    @property
-    def first_and_last_share_rank(self) -> Any:
-        """Does the rank with the first stage also have a last one?"""
-        return (self.pp == 1) | self.is_v_shaped | self.is_bidirectional
-
-    @property
-    def global_batch(self) -> Any:
-        """Sequences in one optimizer step."""
-        return self.dp * self.micro_batch * self.accumulation
 
 
 @dataclass(frozen=True)
@@ -152,6 +53,8 @@ class Layout(Degrees):
     schedule: str = "1f1b"  # one of the schedules above, or the path of a table (`actions`)
     order: tuple[str, ...] = ORDER  # rank order, innermost first
     layers: tuple[int, ...] | None = None  # layers of each virtual stage, in model order
+    table: ActionTable | None = field(default=None, compare=False, repr=False)
+    """What the file that `schedule` names has; whoever reads files puts it in."""
 
     def __str__(self) -> str:
         """The line of text that `parse` reads, in one fixed order and without defaults."""
@@ -404,7 +307,7 @@ def _with_edp(layout: Layout, edp: int, dp_stated: bool) -> Layout:
     return replace(layout, dp=dp)
 
 
-# Fitting a layout to the number of devices and to the global batch
+# Fitting a layout to the number of devices
 
 
 def world_size_error(layout: Layout, world_size: int) -> str | None:
@@ -426,39 +329,6 @@ def world_size_error(layout: Layout, world_size: int) -> str | None:
         f"({nearest_choices(divisors(world_size), model_ranks)}), as it would "
         f"{nearest_multiples(world_size, model_ranks)} devices"
     )
-
-
-def with_global_batch(
-    layout: Layout, global_batch: int, given: Collection[str] = frozenset()
-) -> Layout:
-    """The layout with a step of `global_batch` sequences: accumulation is derived from it.
-
-    `given` names the tokens that the text stated (see `stated`). Accumulation ("ga") stated without
-    the micro-batch ("mb") derives the micro-batch; both stated must fit. UserError where
-    `global_batch = dp * micro_batch * accumulation` has no solution.
-    """
-    formula = "global_batch = dp x micro_batch x accumulation"
-    if global_batch < 1:
-        raise UserError(f"the global batch must be 1 or more sequences, not {global_batch}")
-    if "ga" in given and "mb" in given:
-        if layout.global_batch == global_batch:
-            return layout
-        raise UserError(
-            f"global batch {global_batch} is not dp {layout.dp} x mb {layout.micro_batch} x "
-            f"ga {layout.accumulation} = {layout.global_batch} ({formula}): leave out ga, "
-            "it follows from the others"
-        )
-    derived, stated_field = "accumulation", "micro_batch"
-    if "ga" in given:
-        derived, stated_field = stated_field, derived
-    unit = layout.dp * getattr(layout, stated_field)
-    if global_batch % unit:
-        raise UserError(
-            f"global batch {global_batch} is not a multiple of dp {layout.dp} x {stated_field} "
-            f"{getattr(layout, stated_field)} = {unit} ({formula}): the nearest is "
-            f"{nearest_multiples(global_batch, unit)}"
-        )
-    return replace(layout, **{derived: global_batch // unit})
 
 
 # Writing

@@ -18,6 +18,7 @@ from fivefold.files import atomic_write, read_yaml
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
 from fivefold.model.huggingface.presets import read_model
+from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.schema import Section, validate
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
@@ -48,7 +49,7 @@ class PlanFile(Section):
 
     def parsed_layout(self) -> Layout:
         """The layout, checked against the number of GPUs and the global batch (UserError)."""
-        layout = parse(self.layout, self.gpus)
+        layout = with_table(parse(self.layout, self.gpus))
         if layout.global_batch != self.global_batch:
             raise UserError(
                 f"the layout has a global batch of dp {layout.dp} x mb {layout.micro_batch} x "

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from fivefold.cluster.cluster import MOST_DEVICES, Cluster, devices_of, load_cluster
 from fivefold.errors import UserError
-from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.layout.global_batch import with_global_batch
+from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.huggingface.presets import are_dimensions, read_model

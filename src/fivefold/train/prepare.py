@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from fivefold.errors import UserError
+from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
-from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import ModelConfig, load_config, require_trainable
 from fivefold.parallel.pipeline import schedules
+from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.train.data import Samples, open_tokenizer
 from fivefold.train.data import prepare as prepare_tokens
 from fivefold.train.data.tokenizer import bpe_vocab_size
@@ -69,7 +71,8 @@ def plan_run(run: Run) -> Plan:
         check_world_size(parse(run.layout).world_size)
     config = load_config(run.model)
     require_trainable(config)
-    layout = with_global_batch(parse(run.layout, world_size), run.global_batch, stated(run.layout))
+    stated_layout = with_table(parse(run.layout, world_size))
+    layout = with_global_batch(stated_layout, run.global_batch, stated(run.layout))
     check(layout, config, run.data.sequence_length, world_size)
     schedules.build(layout.schedule, layout.pp, layout.vpp, layout.accumulation)
     device = _choose_device(run.device)

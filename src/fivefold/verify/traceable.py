@@ -9,6 +9,7 @@ from fivefold.errors import UserError
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
 from fivefold.model.huggingface.presets import read_model
+from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.plan import planfile
 from fivefold.plan.request import sequence_tokens
 
@@ -33,10 +34,10 @@ def read(
         if plan.mtp:
             raise UserError(f"{model} trains multi-token prediction, which cannot be run here")
         config, length, usual = plan.read_model(), plan.sequence_length, plan.precision
-        split = parse(layout) if layout is not None else plan.parsed_layout()
+        split = with_table(parse(layout)) if layout is not None else plan.parsed_layout()
     elif layout is not None:
         config, length, usual = read_model(model), USUAL_LENGTH, "bf16"
-        split = parse(layout)
+        split = with_table(parse(layout))
     else:
         raise UserError('trace needs --layout, such as "tp8 sp pp16 dp128", or a plan file')
     if sequence_length is not None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from fivefold.layout.actions import Action, read_table
+from fivefold.layout.actions import Action
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.table import Schedule
+from fivefold.parallel.pipeline.table_file import read_table
 
 
 def torch_rows(kind: Any, pp: int, chunks: int, micro_batches: int) -> list[list[Any]]:

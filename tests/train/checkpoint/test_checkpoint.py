@@ -21,8 +21,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from fivefold.errors import UserError
+from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
-from fivefold.layout.notation import Layout, parse, stated, with_global_batch
+from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.model.counts import count_parameters, parameter_shapes
 from fivefold.parallel.comm import Recorder

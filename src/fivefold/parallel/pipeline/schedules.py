@@ -11,16 +11,19 @@ from functools import lru_cache
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.layout.actions import BOTH_ENDS, FOLD, LOOP, Action, is_table_file, read_table
-from fivefold.layout.legality import SCHEDULE_RULES, VALUE_RULES, broken
+from fivefold.layout.actions import BOTH_ENDS, FOLD, LOOP, Action, is_table_file
+from fivefold.layout.legality import VALUE_RULES
 from fivefold.layout.notation import Layout
+from fivefold.layout.rule import broken
+from fivefold.layout.schedule_rules import SCHEDULE_RULES
 from fivefold.parallel.pipeline.proof import validate
 from fivefold.parallel.pipeline.table import Schedule
+from fivefold.parallel.pipeline.table_file import read_table, with_table
 
 
 def check(name: str, pp: int, vpp: int, micro_batches: int) -> None:
     """Raises UserError unless `build` has a schedule for these numbers."""
-    layout = Layout(schedule=name, pp=pp, vpp=vpp, accumulation=micro_batches)
+    layout = with_table(Layout(schedule=name, pp=pp, vpp=vpp, accumulation=micro_batches))
     for rules in (VALUE_RULES, SCHEDULE_RULES):
         for sentence in broken(rules, layout):
             raise UserError(sentence)

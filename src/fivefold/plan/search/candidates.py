@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from fivefold.errors import UserError
 from fivefold.layout.batch import SHARED, LayoutBatch
-from fivefold.layout.legality import allowed_tp, legal, violations
+from fivefold.layout.legality import legal, violations
+from fivefold.layout.model_rules import allowed_tp
 from fivefold.layout.notation import ORDER, Layout
 from fivefold.plan.engines import Job
 from fivefold.plan.search.constraints import Choices
