@@ -30,7 +30,8 @@ from fivefold.verify.parity import LIMITS, PARITY, Comparison, RankRecord, compa
 
 GLOBAL_BATCH = 8
 SEQUENCE_LENGTH = 64
-STEPS = 5
+STEPS = 3
+"""With the first gradient, a step from it, and steps from moments that are not zero."""
 
 SIZES = {
     "hidden_size": 64,

@@ -96,7 +96,7 @@ class ApartSamples(Samples):
 
 @pytest.mark.parametrize("first", [32, 7, 1])
 @pytest.mark.parametrize(
-    "layout", ["mb2", "ring2 mb2", "ring4 mb2", "ulysses2 mb2", "ring2 tp2 sp mb2"]
+    "layout", ["mb2", "ring2 mb4", "ring4 mb4", "ulysses2 mb4", "ring2 tp2 sp mb4"]
 )
 def test_packed_documents_train_as_they_would_apart(layout: str, first: int) -> None:
     """16: documents of 32 + 32, 7 + 57 and 1 + 63 tokens."""
@@ -136,16 +136,17 @@ def test_a_token_changes_outputs_of_its_own_document_only(layout: str) -> None:
 
 def test_fewer_kv_heads_than_ulysses_ranks() -> None:
     """94: 8 heads and 2 kv heads on 4 ranks: 2 query heads and a copy of one kv head a rank."""
-    assert_parity(tiny("llama", num_key_value_heads=2), "ulysses4 mb2")
+    assert_parity(tiny("llama", num_key_value_heads=2, num_hidden_layers=2), "ulysses4 mb4")
 
 
 def test_two_models_with_other_heads_in_one_process() -> None:
     """94: nothing global remembers the number of heads."""
-    configs = [tiny("llama", num_key_value_heads=2), tiny("llama", num_attention_heads=4)]
+    heads = [{"num_key_value_heads": 2}, {"num_attention_heads": 4}]
+    configs = [tiny("llama", num_hidden_layers=2, **changes) for changes in heads]
     samples = random_samples(128)
 
     def work() -> list[RankRecord]:
-        layout = layout_for("ulysses4 mb2", configs[0], samples)
+        layout = layout_for("ulysses4 mb4", configs[0], samples)
         trainers = [make_trainer(config, layout, samples) for config in configs]
         for trainer in trainers:
             trainer.gradients(0)
