@@ -13,12 +13,12 @@ MEASURES = HOUSE.measures()
 
 # What is larger than its limit has to become smaller; a limit is raised only with a reason.
 LIMITS = {
-    "runtime lines": 11_100,
-    "step lines": 6_000,
+    "runtime lines": 11_200,
+    "step lines": 6_200,
     "step lines of code": 4_500,
-    "worker lines": 7_500,
+    "worker lines": 7_700,
     "planner lines": 8_000,
-    "files over 400 lines": 16,
+    "files over 400 lines": 13,
     "functions over 50 lines of code": 7,
     "functions with over 2 booleans": 2,
     "lines with Any in annotations": 285,
