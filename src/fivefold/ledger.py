@@ -47,7 +47,7 @@ class Transfer:
     calls: Any
     routed: bool = False
     axis: str = field(default="", compare=False)
-    again: bool = field(default=False, compare=False)
+    is_recompute: bool = field(default=False, compare=False)
 
     @property
     def is_between_stages(self) -> bool:
@@ -105,9 +105,9 @@ class Ledger:
 
     def differences(self, other: Ledger) -> list[tuple[Transfer | None, Transfer | None]]:
         """Pairs of rows (mine, other's) that are not the same; None where one has no such row."""
-        return [(a, b) for a, b in self.beside(other) if a != b]
+        return [(a, b) for a, b in self.align(other) if a != b]
 
-    def beside(self, other: Ledger) -> list[tuple[Transfer | None, Transfer | None]]:
+    def align(self, other: Ledger) -> list[tuple[Transfer | None, Transfer | None]]:
         """All rows of both, paired: (mine, other's)."""
 
         def key(t: Transfer) -> tuple:

@@ -39,17 +39,21 @@ class Message:
     axis: str  # of the layout, or the pipeline's channel
     ranks: tuple[int, ...]  # of the group
     start_s: float  # issued
-    wait_s: float | None = None  # the rank begins to wait for it; None: it never did
+    wait_start_s: float | None = None  # the rank begins to wait for it; None: it never did
     end_s: float | None = None  # seen to be done; None: nobody looked
 
     @property
     def exposed_s(self) -> float:
         """Seconds in which the rank did nothing else."""
-        return 0.0 if self.wait_s is None or self.end_s is None else self.end_s - self.wait_s
+        return (
+            0.0
+            if self.wait_start_s is None or self.end_s is None
+            else self.end_s - self.wait_start_s
+        )
 
 
 @dataclass
-class Spans:
+class StepTrace:
     """What one rank did in one optimizer step, in the order in which it was begun (messages) and
     ended (work)."""
 
@@ -69,7 +73,7 @@ class Spans:
         self.end_s = perf_counter()
 
 
-def seconds(spans: Spans) -> dict[str, float]:
+def seconds(trace: StepTrace) -> dict[str, float]:
     """Where the seconds of a finished step went, by `PARTS`; their sum is the step.
 
     - a split: its exposed messages, which is waiting for them;
@@ -79,23 +83,23 @@ def seconds(spans: Spans) -> dict[str, float]:
     - optimizer: what follows the last backward pass, but for messages: norms, AdamW;
     - compute: all the rest.
     """
-    assert spans.end_s is not None
+    assert trace.end_s is not None
     parts = dict.fromkeys(PARTS, 0.0)
-    optimizer_s = spans.end_s
-    for work in spans.work:
+    optimizer_s = trace.end_s
+    for work in trace.work:
         if work.name in ("optimizer", "data"):
             parts[work.name] += work.end_s - work.start_s
         if work.name == "optimizer":
             optimizer_s = min(optimizer_s, work.start_s)
-    pipeline = any(is_between_stages(message) for message in spans.messages)
-    for message in spans.messages:
-        if message.wait_s is None:
+    pipeline = any(is_between_stages(message) for message in trace.messages)
+    for message in trace.messages:
+        if message.wait_start_s is None:
             continue
         idle = message.op == "receive" or (pipeline and message.split == "world")
         parts["bubble" if idle else message.split] += message.exposed_s
-        if message.wait_s >= optimizer_s:
+        if message.wait_start_s >= optimizer_s:
             parts["optimizer"] -= message.exposed_s
-    parts["compute"] = spans.end_s - spans.start_s - sum(parts.values())
+    parts["compute"] = trace.end_s - trace.start_s - sum(parts.values())
     return parts
 
 

@@ -15,7 +15,7 @@ from fivefold.plan.estimate import estimate
 from fivefold.plan.timeline import planned_step
 from fivefold.report import timeline
 from fivefold.report.timeline import Rank, Slice, check_writer, of_plan, of_run, save
-from fivefold.step_trace import Message, Spans, Work
+from fivefold.step_trace import Message, StepTrace, Work
 from tests.helpers import refusal
 
 
@@ -105,18 +105,18 @@ def test_a_file_that_cannot_be_written_is_refused_in_a_sentence(
 
 
 def message(split: str, op: str, ranks: tuple[int, ...], start: float, *waited: float) -> Message:
-    wait_s, end_s = waited or (None, None)
+    wait_start_s, end_s = waited or (None, None)
     size = 0 if op == "receive" else 4096
-    return Message(split, "forward", op, len(ranks), size, split, ranks, start, wait_s, end_s)
+    return Message(split, "forward", op, len(ranks), size, split, ranks, start, wait_start_s, end_s)
 
 
 def test_work_waits_and_messages_of_all_ranks_are_on_one_time_line(tmp_path: Path) -> None:
-    first = Spans(10.0, 11.0, [Work("F of stage 0, micro-batch 0", 10.1, 10.5)])
+    first = StepTrace(10.0, 11.0, [Work("F of stage 0, micro-batch 0", 10.1, 10.5)])
     first.messages += [
         message("tp", "all_reduce", (0, 2), 10.1, 10.2, 10.3),
         message("pp", "send", (0, 1), 10.5),
     ]
-    second = Spans(10.1, 11.1, [Work("F of stage 1, micro-batch 0", 10.6, 11.0)])
+    second = StepTrace(10.1, 11.1, [Work("F of stage 1, micro-batch 0", 10.6, 11.0)])
     second.messages.append(message("pp", "receive", (0, 1), 10.1, 10.6, 10.7))
     save(of_run(["rank 0: pp0", "rank 1: pp1"], [[first], [second]], 5), tmp_path / "t.pftrace")
     shown = read(tmp_path / "t.pftrace")

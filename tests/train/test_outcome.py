@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from fivefold.step_trace import Spans, Work
+from fivefold.step_trace import StepTrace, Work
 from fivefold.train.outcome import StepAverages
 
 
-def step(total_s: float, data_s: float) -> Spans:
-    return Spans(1.0, 1.0 + total_s, [Work("data", 1.0, 1.0 + data_s)])
+def step(total_s: float, data_s: float) -> StepTrace:
+    return StepTrace(1.0, 1.0 + total_s, [Work("data", 1.0, 1.0 + data_s)])
 
 
 def test_the_first_step_is_left_out_of_the_mean_if_there_is_another() -> None:

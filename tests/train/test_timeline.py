@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.step_trace import Message, Spans, Work
+from fivefold.step_trace import Message, StepTrace, Work
 from fivefold.train.timeline import clock_shifts, shifted
 
 
@@ -22,7 +22,7 @@ def test_the_clock_of_another_machine_is_told_by_what_its_ranks_read_at_barriers
 
 def test_what_was_done_is_moved_as_a_whole() -> None:
     message = Message("dp", "backward", "all_reduce", 2, 8, "dp", (0, 1), 101.0, 102.0, None)
-    moved = shifted(Spans(100.0, 105.0, [Work("data", 100.0, 101.0)], [message]), 100.0)
+    moved = shifted(StepTrace(100.0, 105.0, [Work("data", 100.0, 101.0)], [message]), 100.0)
     assert (moved.start_s, moved.end_s) == (0.0, 5.0)
     assert moved.work == [Work("data", 0.0, 1.0)]
-    assert [(m.start_s, m.wait_s, m.end_s) for m in moved.messages] == [(1.0, 2.0, None)]
+    assert [(m.start_s, m.wait_start_s, m.end_s) for m in moved.messages] == [(1.0, 2.0, None)]

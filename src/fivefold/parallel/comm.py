@@ -1,4 +1,4 @@
-"""Every message of a run is issued here, and written into the ledger and the spans here.
+"""Every message of a run is issued here, and written into the ledger and the step trace here.
 
 An `Axis` is a group of ranks along one axis of the layout together with the split whose traffic
 it carries. The functions take and return local tensors; gradients are the business of the split
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.ledger import Ledger, Transfer
-from fivefold.step_trace import Message, Spans
+from fivefold.step_trace import Message, StepTrace
 
 LARGE = 2**18
 """Elements from which gloo's own ring all-reduce, which works in place, costs less processor time
@@ -37,7 +37,7 @@ class Recorder:
     """
 
     ledger: Ledger = field(default_factory=Ledger)
-    spans: Spans = field(default_factory=Spans)
+    step_trace: StepTrace = field(default_factory=StepTrace)
     phase: str = "forward"
     dry: bool = False
     on_call: Callable[[str], None] | None = None  # told of each call before it is made
@@ -64,7 +64,7 @@ class Recorder:
             axis.ranks,
             perf_counter(),
         )
-        self.spans.messages.append(message)
+        self.step_trace.messages.append(message)
         return message
 
 
@@ -105,7 +105,7 @@ class Pending:
     def wait(self) -> Tensor:
         if self._message is None:
             return self._wait()
-        self._message.wait_s = perf_counter()
+        self._message.wait_start_s = perf_counter()
         result = self._wait()
         self._message.end_s = perf_counter()
         return result

@@ -19,7 +19,7 @@ from fivefold.layout.actions import Action
 from fivefold.ledger import SPLITS
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.report.text import format_bytes
-from fivefold.step_trace import Message, Spans, is_between_stages
+from fivefold.step_trace import Message, StepTrace, is_between_stages
 
 if TYPE_CHECKING:
     from fivefold.plan.timeline import Afterwards, PlannedStep
@@ -65,33 +65,37 @@ def check_writer(path: str) -> None:
 
 
 def of_run(
-    names: Sequence[str], steps: Sequence[Sequence[Spans]], first_step: int = 1
+    names: Sequence[str], steps: Sequence[Sequence[StepTrace]], first_step: int = 1
 ) -> list[Rank]:
     """What was recorded; `names` by rank, `steps[rank]` in one clock, of which the first has number
     `first_step`. Time 0 is the first start."""
-    zero = min(spans.start_s for own in steps for spans in own)
+    zero = min(trace.start_s for own in steps for trace in own)
     flows = _flows(steps)
     ranks = []
     for name, own in zip(names, steps, strict=True):
         rank = Rank(name)
-        for number, spans in enumerate(own, first_step):
-            _add_step(rank, spans, zero, number, flows)
+        for number, trace in enumerate(own, first_step):
+            _add_step(rank, trace, zero, number, flows)
         ranks.append(rank)
     return ranks
 
 
-def _add_step(rank: Rank, spans: Spans, zero: float, number: int, flows: Mapping[int, int]) -> None:
-    assert spans.end_s is not None
-    work = [(f"step {number}", spans.start_s, spans.end_s), *spans.work]
+def _add_step(
+    rank: Rank, trace: StepTrace, zero: float, number: int, flows: Mapping[int, int]
+) -> None:
+    assert trace.end_s is not None
+    work = [(f"step {number}", trace.start_s, trace.end_s), *trace.work]
     rank.tracks[COMPUTE] += [Slice(name, start - zero, end - zero) for name, start, end in work]
-    for message in spans.messages:
+    for message in trace.messages:
         name = f"{message.split} {message.op}"
         facts = _facts(message)
         flow = flows.get(id(message))
-        if message.wait_s is not None and message.end_s is not None:
-            waited = Slice(f"wait: {name}", message.wait_s - zero, message.end_s - zero, facts)
+        if message.wait_start_s is not None and message.end_s is not None:
+            waited = Slice(
+                f"wait: {name}", message.wait_start_s - zero, message.end_s - zero, facts
+            )
             rank.tracks[COMPUTE].append(waited)
-        end_s = spans.end_s if message.end_s is None else message.end_s
+        end_s = trace.end_s if message.end_s is None else message.end_s
         rank.tracks[_track(message.split)].append(
             Slice(name, message.start_s - zero, end_s - zero, facts, flow)
         )
@@ -110,13 +114,13 @@ def _facts(message: Message) -> dict[str, Any]:
     return {**facts, "group_size": message.group_size, "ranks": " ".join(map(str, shown))}
 
 
-def _flows(steps: Sequence[Sequence[Spans]]) -> dict[int, int]:
+def _flows(steps: Sequence[Sequence[StepTrace]]) -> dict[int, int]:
     """A number for each message between stages, by the id of its two records. A channel's messages
     are received in the order in which they are sent."""
     ends: dict[tuple, list[Message]] = defaultdict(list)
     for own in steps:
-        for number, spans in enumerate(own):
-            for message in spans.messages:
+        for number, trace in enumerate(own):
+            for message in trace.messages:
                 if is_between_stages(message):
                     ends[number, message.axis, message.ranks, message.op].append(message)
     flows: dict[int, int] = {}
@@ -177,7 +181,7 @@ def _add_afterwards(rank: Rank, waits: Sequence[Afterwards], optimizer_s: float)
 
 
 def save_run(
-    path: str, names: Sequence[str], steps: Sequence[Sequence[Spans]], first_step: int
+    path: str, names: Sequence[str], steps: Sequence[Sequence[StepTrace]], first_step: int
 ) -> None:
     """Writes what a run recorded (see `of_run`). UserError where that fails."""
     save(of_run(names, steps, first_step), path)

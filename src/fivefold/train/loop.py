@@ -159,8 +159,8 @@ def train_rank(
     recorder = TimelineRecorder(run, trainer.axes, finished, write_timeline)
     try:
         for metrics in _steps(trainer, run, start):
-            averages.add(trainer.spans)
-            recorder.step(metrics.step, trainer.spans)
+            averages.add(trainer.step_trace)
+            recorder.step(metrics.step, trainer.step_trace)
             if reporter is not None:
                 reporter.step(metrics)
         peak = peak_memory_bytes()

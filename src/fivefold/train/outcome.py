@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.ledger import Ledger
-from fivefold.step_trace import PARTS, Spans, seconds
+from fivefold.step_trace import PARTS, StepTrace, seconds
 from fivefold.train.prepare import Plan
 
 
@@ -18,8 +18,8 @@ class StepAverages:
         self._sums = dict.fromkeys(PARTS, 0.0)
         self.steps = 0
 
-    def add(self, spans: Spans) -> None:
-        parts = seconds(spans)
+    def add(self, trace: StepTrace) -> None:
+        parts = seconds(trace)
         if self._first is None:
             self._first = parts
             return

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import cast
 
 from fivefold.parallel.mesh import Axes
-from fivefold.step_trace import Message, Spans, Work
+from fivefold.step_trace import Message, StepTrace, Work
 from fivefold.train.runfile import Run
 
 ROUNDS = 7
 """Barriers after which the ranks read their clocks; medians are taken."""
 
-WriteTimeline = Callable[[str, Sequence[str], Sequence[Sequence[Spans]], int], None]
+WriteTimeline = Callable[[str, Sequence[str], Sequence[Sequence[StepTrace]], int], None]
 """Writes a file: its path, the name and the steps of each rank, the number of the first step. It
 must be picklable where workers are spawned."""
 
@@ -29,11 +29,11 @@ class Recorded:
     name: str
     machine: str  # whose clock it reads
     clock_s: list[float]  # after each of `ROUNDS` barriers
-    steps: list[Spans]
+    steps: list[StepTrace]
 
 
 class TimelineRecorder:
-    """Keeps the spans of the steps that the timeline shows: those after the run's first one, or
+    """Keeps the trace of the steps that the timeline shows: those after the run's first one, or
     that one if it is the only one."""
 
     def __init__(
@@ -42,13 +42,13 @@ class TimelineRecorder:
         self._path, self._axes, self._write = run.timeline, axes, write
         first = min(finished_steps + 2, run.steps)
         self._shown = range(first, min(first + run.timeline_steps, run.steps + 1))
-        self._steps: list[Spans] = []
+        self._steps: list[StepTrace] = []
 
-    def step(self, number: int, spans: Spans) -> None:
+    def step(self, number: int, trace: StepTrace) -> None:
         """After step `number`. All ranks call this; the last step that is shown writes the file."""
         if self._path is None or self._write is None or number not in self._shown:
             return
-        self._steps.append(spans)
+        self._steps.append(trace)
         if number < self._shown[-1]:
             return
         ranks = _gather(f"rank {self._axes.rank}: {self._axes.describe()}", self._steps)
@@ -56,13 +56,13 @@ class TimelineRecorder:
         if ranks is not None:
             shifts = clock_shifts([rank.machine for rank in ranks], [r.clock_s for r in ranks])
             steps = [
-                [shifted(spans, shift) for spans in rank.steps]
+                [shifted(trace, shift) for trace in rank.steps]
                 for rank, shift in zip(ranks, shifts, strict=True)
             ]
             self._write(self._path, [rank.name for rank in ranks], steps, self._shown[0])
 
 
-def _gather(name: str, steps: list[Spans]) -> list[Recorded] | None:
+def _gather(name: str, steps: list[StepTrace]) -> list[Recorded] | None:
     """What all ranks recorded, on rank 0."""
     import torch.distributed as dist
 
@@ -96,10 +96,10 @@ def clock_shifts(machines: Sequence[str], clocks_s: Sequence[Sequence[float]]) -
     return [shift[machine] for machine in machines]
 
 
-def shifted(spans: Spans, ahead_s: float) -> Spans:
+def shifted(trace: StepTrace, ahead_s: float) -> StepTrace:
     """The same in a clock that `ahead_s` is ahead of."""
     if ahead_s == 0.0:
-        return spans
+        return trace
 
     def move(time_s: float | None) -> float | None:
         return None if time_s is None else time_s - ahead_s
@@ -108,13 +108,13 @@ def shifted(spans: Spans, ahead_s: float) -> Spans:
         return replace(
             message,
             start_s=message.start_s - ahead_s,
-            wait_s=move(message.wait_s),
+            wait_start_s=move(message.wait_start_s),
             end_s=move(message.end_s),
         )
 
-    return Spans(
-        spans.start_s - ahead_s,
-        move(spans.end_s),
-        [Work(work.name, work.start_s - ahead_s, work.end_s - ahead_s) for work in spans.work],
-        [moved(message) for message in spans.messages],
+    return StepTrace(
+        trace.start_s - ahead_s,
+        move(trace.end_s),
+        [Work(work.name, work.start_s - ahead_s, work.end_s - ahead_s) for work in trace.work],
+        [moved(message) for message in trace.messages],
     )

@@ -29,7 +29,7 @@ from fivefold.parallel.pipeline.run import PipelineRank, StepSums
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.shards import Shards, materialise, split_weights
 from fivefold.parallel.tensor import run as tensor
-from fivefold.step_trace import Spans
+from fivefold.step_trace import StepTrace
 from fivefold.train.data.samples import IGNORED, Batch, Samples
 from fivefold.train.failures import where
 from fivefold.train.optimizer import AdamW
@@ -98,7 +98,7 @@ class Trainer:
         )
         self.optimizer = AdamW(self.stages.values(), optimizer)
         self.ledger = Ledger()
-        self.spans = Spans()
+        self.step_trace = StepTrace()
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def _build_stage(self, index: int, seed: int) -> Stage:
@@ -133,14 +133,14 @@ class Trainer:
         """Forward, backward and optimizer step number `step` (from 0) with learning rate `lr`."""
         sums, parameters = self.gradients(step)
         result = self.finish_step(sums, parameters, lr)
-        self.spans.end()
+        self.step_trace.end()
         return result
 
     def finish_step(
         self, sums: StepSums, parameters: list[LocalParameter], lr: float
     ) -> StepResult:
         """The optimizer's part of a step."""
-        with self.spans.doing("optimizer"):
+        with self.step_trace.doing("optimizer"):
             totals = self._total(sums, parameters)
             result = self._result(totals)
             if not result.skipped:
@@ -153,13 +153,13 @@ class Trainer:
     def gradients(self, step: int) -> tuple[StepSums, list[LocalParameter]]:
         """Forward and backward passes: gradients of the sum of the global batch's token losses."""
         self.recorder.ledger = self.ledger = Ledger()
-        self.recorder.spans = self.spans = Spans()
+        self.recorder.step_trace = self.step_trace = StepTrace()
         self.recorder.phase = "forward"
-        with self.spans.doing("data"):
+        with self.step_trace.doing("data"):
             micro_batches = self._read(step)
         sums = self.pipeline.run_step(micro_batches)
         self.recorder.phase = "optimizer"
-        with self.spans.doing("optimizer"):
+        with self.step_trace.doing("optimizer"):
             parameters = [x for data in self.data.values() for x in data.finish()]
             sum_copies(parameters)
         return sums, parameters

@@ -82,7 +82,7 @@ def ledger_rows(predicted: Ledger, measured: Ledger) -> list[dict[str, Any]]:
     leaves the rank. A `routed` payload is a mean (see fivefold.ledger).
     """
     rows = []
-    for plan, run in predicted.beside(measured):
+    for plan, run in predicted.align(measured):
         transfer = plan or run
         assert transfer is not None  # `beside` has a row only where a ledger has one
         rows.append(

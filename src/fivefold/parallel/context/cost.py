@@ -55,7 +55,14 @@ def _ulysses(work: RankWorkload, passes: Any, attention_again: Any, output_again
         yield Transfer("cp", "backward", "all_to_all", size, payload, once, axis="ulysses")
         if np.any(more):
             yield Transfer(
-                "cp", "backward", "all_to_all", size, payload, more, axis="ulysses", again=True
+                "cp",
+                "backward",
+                "all_to_all",
+                size,
+                payload,
+                more,
+                axis="ulysses",
+                is_recompute=True,
             )
 
 
@@ -70,5 +77,5 @@ def _ring(work: RankWorkload, passes: Any, attention_again: Any) -> Iterator[Tra
     yield Transfer("cp", "forward", "send", size, keys, calls, axis="ring")
     yield Transfer("cp", "backward", "send", size, keys, calls, axis="ring")
     if np.any(again):
-        yield Transfer("cp", "backward", "send", size, keys, again, axis="ring", again=True)
+        yield Transfer("cp", "backward", "send", size, keys, again, axis="ring", is_recompute=True)
     yield Transfer("cp", "backward", "send", size, gradients, calls, axis="ring")

@@ -46,11 +46,13 @@ def _messages(work: RankWorkload, passes: Any, again: Any) -> Iterator[Transfer]
     }
 
     def move(
-        phase: str, op: str, axis: str, payload: Any, calls: Any, again=False, routed=False
+        phase: str, op: str, axis: str, payload: Any, calls: Any, is_recompute=False, routed=False
     ) -> Transfer:
         size = sizes[axis]
         calls = calls * (size > 1)
-        return Transfer("ep", phase, op, size, payload, calls, routed, axis=axis, again=again)
+        return Transfer(
+            "ep", phase, op, size, payload, calls, routed, axis=axis, is_recompute=is_recompute
+        )
 
     # Balance statistics: how often each sequence chose each expert.
     statistics = layout.micro_batch * moe.num_experts * FP32
@@ -61,12 +63,12 @@ def _messages(work: RankWorkload, passes: Any, again: Any) -> Iterator[Transfer]
         yield move(phase, "all_gather", "etp", layout.etp * counts_bytes, calls, repeated)
     yield move("forward", "all_to_all", "ep", rows_bytes, 2 * passes)
     yield move("backward", "all_to_all", "ep", rows_bytes, 2 * passes)
-    yield move("backward", "all_to_all", "ep", rows_bytes, 2 * again, again=True)
+    yield move("backward", "all_to_all", "ep", rows_bytes, 2 * again, is_recompute=True)
     gathered = layout.etp * rows_bytes
     for op in ("all_gather", "reduce_scatter"):
         yield move("forward", op, "etp", gathered, passes, routed=True)
         yield move("backward", op, "etp", gathered, passes, routed=True)
-        yield move("backward", op, "etp", gathered, again, again=True, routed=True)
+        yield move("backward", op, "etp", gathered, again, is_recompute=True, routed=True)
     # Without megatron SP the slices are joined again, and so are their gradients.
     joined = passes * np.logical_not(layout.sp)
     yield move("forward", "all_gather", "tp", work.hidden_bytes, joined)

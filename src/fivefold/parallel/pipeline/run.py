@@ -98,7 +98,7 @@ class PipelineRank:
             self._post_receive(step)
             if following:
                 self._post_receive(following)
-            with self.axes.recorder.spans.doing(step.action):
+            with self.axes.recorder.step_trace.doing(step.action):
                 self._run(step)
         for pending in self._now.leaving:
             pending.wait()

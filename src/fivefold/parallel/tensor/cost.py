@@ -46,21 +46,21 @@ def _sums(work: RankWorkload) -> Iterator[Transfer]:
     megatron_sp = layout.sp & (layout.tp > 1)
     plain = np.logical_not(layout.sp) & (layout.tp > 1)
 
-    def move(phase: str, op: str, calls: Any, again: bool = False) -> Transfer:
+    def move(phase: str, op: str, calls: Any, is_recompute: bool = False) -> Transfer:
         happens = plain if op == "all_reduce" else megatron_sp
         calls = work.micro_batches * calls * happens
         size, payload = layout.tp, work.hidden_bytes
-        return Transfer("tp", phase, op, size, payload, calls, axis="tp", again=again)
+        return Transfer("tp", phase, op, size, payload, calls, axis="tp", is_recompute=is_recompute)
 
-    def entries(phase: str, op: str, calls: Any, attention: Any, again: bool = False):
+    def entries(phase: str, op: str, calls: Any, attention: Any, is_recompute: bool = False):
         """Moves of what enters split matrices, of which `attention` enter attention."""
         latent = _latent_width(config)
         if latent is None:
-            yield move(phase, op, calls, again)
+            yield move(phase, op, calls, is_recompute)
             return
-        yield move(phase, op, calls - attention, again)
+        yield move(phase, op, calls - attention, is_recompute)
         narrow = work.tokens * latent * work.element_bytes
-        yield replace(move(phase, op, attention, again), payload_bytes=narrow)
+        yield replace(move(phase, op, attention, is_recompute), payload_bytes=narrow)
 
     if np.any(megatron_sp):
         attention_again = work.count_recomputed()
@@ -71,12 +71,12 @@ def _sums(work: RankWorkload) -> Iterator[Transfer]:
         yield from entries("backward", "reduce_scatter", pairs + last, attention)
         if np.any(again):
             yield from entries("backward", "all_gather", again, attention_again, True)
-            yield move("backward", "reduce_scatter", exits_again, again=True)
+            yield move("backward", "reduce_scatter", exits_again, is_recompute=True)
     if np.any(plain):
         yield move("forward", "all_reduce", pairs + first)
         yield from entries("backward", "all_reduce", pairs + last, attention)
         if np.any(exits_again):
-            yield move("backward", "all_reduce", exits_again, again=True)
+            yield move("backward", "all_reduce", exits_again, is_recompute=True)
 
 
 def _pairs(config: ModelConfig, count: Callable[..., Any]) -> Any:

@@ -137,7 +137,12 @@ def overlaps_compute(transfer: Transfer) -> bool:
     if transfer.split == "dp":
         return transfer.phase != "optimizer"
     sums = transfer.op in ("all_reduce", "reduce_scatter")
-    return transfer.axis == "tp" and transfer.phase == "backward" and sums and not transfer.again
+    return (
+        transfer.axis == "tp"
+        and transfer.phase == "backward"
+        and sums
+        and not transfer.is_recompute
+    )
 
 
 def step_s(cluster: Cluster, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:

@@ -330,7 +330,7 @@ def _exposed(
     engine = job.engine
     if transfer.axis == "tp" and transfer.split == "tp":
         products = m * beside.split_products
-        if transfer.phase == "forward" or transfer.again:
+        if transfer.phase == "forward" or transfer.is_recompute:
             return _pipelined(engine, layouts, total, products)
         if transfer.phase == "optimizer" or not engine.hidden_tensor_backward:
             return total
@@ -341,7 +341,7 @@ def _exposed(
             return _pipelined(engine, layouts, half, products) + np.maximum(half - products, 0.0)
         return np.maximum(total - m * beside.weight_gradient, 0.0)
     if transfer.axis == "ring" and engine.overlapped_ring:
-        forward = transfer.phase == "forward" or transfer.again
+        forward = transfer.phase == "forward" or transfer.is_recompute
         attention = beside.attention_forward if forward else beside.attention_backward
         share = (layouts.ring - 1) / layouts.ring  # the first block needs no message
         return np.maximum(total - m * attention * share, 0.0)
