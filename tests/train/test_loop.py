@@ -168,7 +168,7 @@ def test_a_run_ends_with_a_comparison_with_its_plan(
     assert len(report["ranks"]) == 8
     assert 0 < report["memory"]["measured_bytes"] < 1e9
     assert 0 < report["memory"]["predicted_bytes"] < 1e9
-    assert re.search(r"^bubble: waiting for a stage +\d.*\d.*%$", shown, re.MULTILINE)
+    assert re.search(r"^bubble \(waiting for a stage\) +\d.*\d.*%$", shown, re.MULTILINE)
 
 
 def test_a_cluster_that_cannot_compute_as_the_run_does_is_rejected_before_the_run_starts(
