@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 READY := .venv/.ready
 
-.PHONY: run test test-all lint bench
+.PHONY: run test test-all lint bench docs
 
 # Choose a layout for a large model; then measure this machine (once), train the first example,
 # split five ways on 8 local processes, with the plan beside the run, and prove the split.
@@ -34,6 +34,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The documentation site, in build/site.
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/site
 
 bench: $(READY)
 	$(BIN)/python benchmarks/throughput.py

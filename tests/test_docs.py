@@ -14,11 +14,14 @@ from benchmarks import pages, planning_page, split_tables
 from fivefold.cli import main
 from fivefold.layout import legality
 from fivefold.layout.notation import DEFAULTS, FORMS, ORDER, parse
+from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.train.runfile import Run, Section
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "torchrun" / "README.md",
 ]
@@ -120,7 +123,7 @@ def test_layouts_that_are_shown_are_legal(page: Path, monkeypatch) -> None:
     shown = re.findall(r'(?:--layout|fivefold layout) "([^"]+)"', text)
     shown += re.findall(r"^    ((?:tp|pp|dp|ulysses|ring)\d\S*(?: \S+)*)", text, re.MULTILINE)
     for line in shown:
-        layout = parse(line)
+        layout = with_table(parse(line))
         legality.check(layout)
 
 

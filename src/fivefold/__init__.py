@@ -1,3 +1,3 @@
 """fivefold: choose, run and prove a five-way split of large-model training."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -189,9 +189,10 @@ def layout(text: str, gpus: int | None = None) -> LayoutResult:
     """What a layout line means. With `gpus`, `dp` may be left out. Raises UserError."""
     from fivefold.layout.legality import violations
     from fivefold.layout.notation import parse
+    from fivefold.parallel.pipeline.table_file import with_table
     from fivefold.report.tables import layout_report
 
-    parsed = parse(text, gpus)
+    parsed = with_table(parse(text, gpus))
     for broken in violations(parsed, world_size=gpus, running=False):
         raise UserError(broken)
     return cast(LayoutResult, layout_report(parsed))
