@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.interop.megatron_read import MegatronRun, parse_pattern, read_megatron
+from fivefold.interop.megatron_options import parse_pattern
+from fivefold.interop.megatron_read import MegatronRun, read_megatron
 from fivefold.layout.notation import parse
 
 MODEL = (

@@ -1,7 +1,7 @@
-"""A plan in the words of other training programs.
+"""Converts a plan to the configuration of another framework, and Megatron-LM's arguments to a plan.
 
-Each engine has a module that says which of its releases the options were checked against. What
-an engine has no counterpart of is said in a note, never dropped.
+Each framework has a module that names the release that its options were checked against. Options
+that a framework does not support are listed in notes, never dropped.
 """
 
 from __future__ import annotations

@@ -9,51 +9,41 @@ auto_ep_folding.py, deepspeed/runtime/pipe/ and docs/_pages/config-json.md.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TypeAlias
 
-from fivefold.interop.planned import (
-    PASSED_ON,
-    SCRIPT,
-    STRICT,
-    Export,
-    Planned,
-    command,
-    comment,
-    torchrun,
-)
+from fivefold.interop.planned import Export, Planned, command, comment, script
 from fivefold.layout.notation import ORDER
 
 CHECKED_AGAINST = "DeepSpeed 0.19.6, commit edaa7221267243c7be7fb49c5d5f5c4fb97b4641 (2026-08-22)"
+
+Setting: TypeAlias = int | str | dict[str, "Setting"]
 
 
 def export(planned: Planned) -> Export:
     """DeepSpeed's configuration, and a script that starts a program of yours with it."""
     notes = _notes(planned)
-    words = command([["--deepspeed", "--deepspeed_config", "deepspeed.json"]], PASSED_ON)
-    script = (
-        f"{SCRIPT}{comment(planned, CHECKED_AGAINST, notes)}{STRICT}"
-        f'{torchrun(planned)}"${{TRAIN_SCRIPT:?your program}}" {words}'
-    )
+    words = command([["--deepspeed", "--deepspeed_config", "deepspeed.json"]])
+    program = f'"${{TRAIN_SCRIPT:?your program}}" {words}'
+    text = script(comment(planned, CHECKED_AGAINST, notes), planned, program)
     settings = json.dumps(_settings(planned), indent=2) + "\n"
-    return Export({"deepspeed.json": settings, "deepspeed.sh": script}, notes)
+    return Export({"deepspeed.json": settings, "deepspeed.sh": text}, notes)
 
 
-def _settings(planned: Planned) -> dict[str, Any]:
+def _settings(planned: Planned) -> dict[str, Setting]:
     layout, precision = planned.layout, planned.plan.precision
-    settings: dict[str, Any] = {
+    zero: dict[str, Setting] = {"stage": layout.zero}
+    if layout.zero:
+        zero["overlap_comm"] = True
+    if layout.zero == 3 and layout.dp_replicate > 1:
+        zero["mics_shard_size"] = layout.dp_shard * layout.cp
+    settings: dict[str, Setting] = {
         "train_batch_size": planned.plan.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
-        "zero_optimization": {"stage": layout.zero},
+        "zero_optimization": zero,
     }
-    if layout.zero:
-        settings["zero_optimization"]["overlap_comm"] = True
-    if layout.zero == 3 and layout.dp_replicate > 1:
-        settings["zero_optimization"]["mics_shard_size"] = layout.dp_shard * layout.cp
-    if precision == "fp16":
-        settings["fp16"] = {"enabled": True}
-    elif precision != "fp32":
-        settings["bf16"] = {"enabled": True}
+    if precision != "fp32":
+        settings["fp16" if precision == "fp16" else "bf16"] = {"enabled": True}
     settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if layout.tp > 1:
         settings["tensor_parallel"] = {"autotp_size": layout.tp}
@@ -65,9 +55,19 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def _notes(planned: Planned) -> list[str]:
-    layout, precision = planned.layout, planned.plan.precision
+    candidates = {**_pipeline_notes(planned), **_other_notes(planned)}
+    notes = [note for note, applies in candidates.items() if applies]
+    notes.append(
+        f"the model and the sequence length of {planned.plan.sequence_length} tokens are the "
+        "program's; data, optimizer and checkpoints are not part of a plan"
+    )
+    return notes
+
+
+def _pipeline_notes(planned: Planned) -> dict[str, bool]:
+    layout = planned.layout
     method = "uniform" if planned.has_even_stages else "parameters"
-    candidates = {
+    return {
         f"pp {layout.pp} is set in the program: deepspeed.pipe.PipelineModule(num_stages="
         f'{layout.pp}, partition_method="{method}")': layout.pp > 1,
         f"layers a stage {list(planned.layers)} have no counterpart: PipelineModule balances by "
@@ -81,6 +81,12 @@ def _notes(planned: Planned) -> list[str]:
         f"DeepSpeed refuses zero {layout.zero} with pipeline parallelism: zero1 is the most": (
             layout.pp > 1 and layout.zero >= 2
         ),
+    }
+
+
+def _other_notes(planned: Planned) -> dict[str, bool]:
+    layout, precision = planned.layout, planned.plan.precision
+    return {
         "sp has no counterpart: AutoTP keeps whole sequences on every tp rank": layout.sp,
         f"ulysses {layout.ulysses} also needs UlyssesSPAttentionHF.register_with_transformers in "
         "the program": layout.ulysses > 1,
@@ -113,9 +119,3 @@ def _notes(planned: Planned) -> list[str]:
         f"order={'-'.join(layout.order)} has no counterpart: DeepSpeed places ranks as "
         f"{'-'.join(ORDER)}": not planned.has_rank_order(ORDER),
     }
-    notes = [note for note, applies in candidates.items() if applies]
-    notes.append(
-        f"the model and the sequence length of {planned.plan.sequence_length} tokens are the "
-        "program's; data, optimizer and checkpoints are not part of a plan"
-    )
-    return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold import __version__
-from fivefold.interop.planned import SCRIPT, STRICT, Export, Planned, command, comment, torchrun
+from fivefold.interop.planned import Export, Planned, command, comment, script
 
 CHECKED_AGAINST = f"fivefold {__version__} and torchrun of PyTorch 2.13"
 
@@ -14,12 +14,9 @@ PRECISIONS = ("fp32", "bf16")
 def export_torchrun(planned: Planned) -> Export:
     """A script that starts `fivefold train` with torchrun on a node."""
     notes = _notes(planned)
-    text = (
-        f"{SCRIPT}{comment(planned, CHECKED_AGAINST, notes)}"
-        "# Run on every node: ./torchrun.sh RUN.yaml, with HEAD_NODE set where there are several.\n"
-        f"{STRICT}{torchrun(planned)}{_train(planned)}"
-    )
-    return Export({"torchrun.sh": text}, notes)
+    usage = "Run on every node: ./torchrun.sh RUN.yaml, with HEAD_NODE set where there are several."
+    heading = f"{comment(planned, CHECKED_AGAINST, notes)}# {usage}\n"
+    return Export({"torchrun.sh": script(heading, planned, _train(planned))}, notes)
 
 
 def export_slurm(planned: Planned) -> Export:
@@ -40,11 +37,9 @@ def export_slurm(planned: Planned) -> Export:
         'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport HEAD_NODE\n'
     )
     # sbatch reads its directives only before the first command.
-    text = (
-        f"{SCRIPT}{head}{comment(planned, CHECKED_AGAINST, notes)}"
-        "# Submit with: sbatch slurm.sh RUN.yaml\n"
-        f"{STRICT}{node}srun {torchrun(planned)}{_train(planned)}"
-    )
+    usage = "# Submit with: sbatch slurm.sh RUN.yaml\n"
+    heading = f"{comment(planned, CHECKED_AGAINST, notes)}{usage}"
+    text = script(heading, planned, _train(planned), f"{node}srun ", head)
     return Export({"slurm.sh": text}, notes)
 
 

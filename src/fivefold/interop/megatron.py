@@ -1,41 +1,34 @@
 """A plan as arguments of Megatron-LM's pretrain_gpt.py.
 
-Meanings are from megatron/training/arguments.py, megatron/core/transformer/transformer_config.py
-and megatron/core/model_parallel_config.py of the commit named in CHECKED_AGAINST. Many arguments
-are made there from the fields of `TransformerConfig` and `ModelParallelConfig`.
+The options that stand for one field, and the release that meanings are from, are in
+`megatron_options`; here are those that stand for several fields or for a part of one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
-from fivefold.interop.planned import (
-    PASSED_ON,
-    SCRIPT,
-    STRICT,
-    Export,
-    Planned,
-    command,
-    comment,
-    torchrun,
+from fivefold.interop.megatron_options import (
+    CHECKED_AGAINST,
+    EXPERT_LAYOUT,
+    EXPERTS,
+    LATENT,
+    LAYOUT,
+    LLAMA3_SCALING,
+    MODEL,
+    PIPELINE_BEFORE_DATA,
+    SHARDING,
+    Options,
+    Value,
+    pattern,
+    write_fields,
 )
+from fivefold.interop.planned import Export, Planned, command, comment, script
 from fivefold.layout.notation import ORDER
-from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig
+from fivefold.model.config import ModelConfig, MoEConfig
 
-CHECKED_AGAINST = (
-    "Megatron-LM core 0.20.0, commit d98e8a64ddf34856e74b24714e3bedb2f5a39553 (2026-08-22)"
-)
-
-Value = bool | int | float | str | list[int]
-Options = dict[str, Value]
-"""Arguments by name. True is a flag that stands alone; a list is several words."""
-
-PIPELINE_BEFORE_DATA = ("tp", "cp", "ep", "pp", "dp")
-"""The rank order beside fivefold's own default (megatron/training/initialize.py)."""
-
-SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
-"""--data-parallel-sharding-strategy of Megatron-FSDP, by ZeRO stage."""
-
+STRATEGIES = {stage: strategy for strategy, stage in SHARDING.items()}
 PADDING = 128
 """--make-vocab-size-divisible-by, which Megatron multiplies by tp."""
 
@@ -48,11 +41,13 @@ def export(planned: Planned) -> Export:
         "--train-iters, --lr and so on to the script, which passes them on"
     )
     words = [words_of(name, value) for name, value in arguments.items()]
-    script = (
-        f"{SCRIPT}{comment(planned, CHECKED_AGAINST, notes)}{STRICT}{_environment(planned)}"
-        f"{torchrun(planned)}{command(['pretrain_gpt.py', *words], PASSED_ON)}"
+    text = script(
+        comment(planned, CHECKED_AGAINST, notes),
+        planned,
+        command([["pretrain_gpt.py"], *words]),
+        _environment(planned),
     )
-    return Export({"megatron.sh": script}, notes)
+    return Export({"megatron.sh": text}, notes)
 
 
 def words_of(name: str, value: Value) -> list[str]:
@@ -68,7 +63,6 @@ def options(planned: Planned) -> tuple[Options, list[str]]:
     notes: list[str] = []
     arguments: Options = {
         **_model(planned.config, planned, notes),
-        **_batch(planned),
         **_precision(planned),
         **_splits(planned, notes),
         **_pipeline(planned, notes),
@@ -84,65 +78,37 @@ def options(planned: Planned) -> tuple[Options, list[str]]:
 def _model(config: ModelConfig, planned: Planned, notes: list[str]) -> Options:
     _note_model(config, planned, notes)
     arguments: Options = {
-        "--num-layers": config.num_layers,
-        "--hidden-size": config.hidden_size,
-        "--ffn-hidden-size": config.intermediate_size,
-        "--num-attention-heads": config.num_heads,
-        "--vocab-size": config.vocab_size,
+        **write_fields(MODEL, replace(config, mtp_layers=planned.mtp_layers)),
         "--tokenizer-type": "NullTokenizer",
-        "--normalization": "RMSNorm" if config.norm_kind == "rms" else "LayerNorm",
-        "--norm-epsilon": config.rms_norm_eps,
         **_attention(config),
         **_positions(config, planned, notes),
     }
-    flags = {
-        "--swiglu": config.gated_mlp,
-        "--qk-layernorm": config.qk_norm,
-        "--untie-embeddings-and-output-weights": not config.tied_embeddings,
-        "--disable-bias-linear": not config.output_bias,
-        "--add-qkv-bias": config.qkv_bias and not config.output_bias,
-    }
-    arguments.update({name: True for name, wanted in flags.items() if wanted})
+    if config.qk_norm or config.mla is not None:  # with latent attention, norms of its vectors
+        arguments["--qk-layernorm"] = True
+    if config.qkv_bias and not config.output_bias:
+        arguments["--add-qkv-bias"] = True
     if not config.dropout:  # Megatron's default is 0.1
         arguments |= {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
     if config.moe is not None:
         arguments |= _experts(config.moe, config, notes)
-    if planned.mtp_layers:
-        arguments["--mtp-num-layers"] = planned.mtp_layers
     return arguments
 
 
 def _attention(config: ModelConfig) -> Options:
     arguments: Options = {}
     if config.mla is not None:
-        arguments |= _latent_attention(config.mla)
+        arguments |= {"--multi-latent-attention": True, **write_fields(LATENT, config.mla)}
     else:
         arguments["--kv-channels"] = config.head_dim
     if config.num_kv_heads != config.num_heads:
         arguments["--group-query-attention"] = True
         arguments["--num-query-groups"] = config.num_kv_heads
-    if config.attention_sinks:
-        arguments["--softmax-type"] = "learnable"
     width = max(config.windows or (0,))
     if width:
         # Megatron counts the keys to the left and right of the query's own.
         arguments["--window-size"] = f"{width - 1},0"
         windowed = [int(window > 0) for window in config.windows or ()]
-        arguments["--window-attn-skip-freq"] = _pattern(windowed)
-    return arguments
-
-
-def _latent_attention(mla: MLAConfig) -> Options:
-    arguments: Options = {
-        "--multi-latent-attention": True,
-        "--qk-layernorm": True,  # there, norms of the latent vectors
-        "--kv-lora-rank": mla.kv_lora_rank,
-        "--qk-head-dim": mla.qk_nope_head_dim,
-        "--qk-pos-emb-head-dim": mla.qk_rope_head_dim,
-        "--v-head-dim": mla.v_head_dim,
-    }
-    if mla.q_lora_rank is not None:
-        arguments["--q-lora-rank"] = mla.q_lora_rank
+        arguments["--window-attn-skip-freq"] = pattern(windowed)
     return arguments
 
 
@@ -180,33 +146,13 @@ def _positions(config: ModelConfig, planned: Planned, notes: list[str]) -> Optio
     return arguments
 
 
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""What --use-rope-scaling fixes, beside the factor (rotary_pos_embedding.py, _apply_scaling)."""
-
-
 def _experts(moe: MoEConfig, config: ModelConfig, notes: list[str]) -> Options:
     arguments: Options = {
-        "--num-experts": moe.num_experts,
-        "--moe-router-topk": moe.experts_per_token,
-        "--moe-ffn-hidden-size": moe.expert_intermediate_size,
-        "--moe-layer-freq": 1
-        if all(moe.layers)
-        else _pattern([int(layer) for layer in moe.layers]),
-        "--moe-aux-loss-coeff": moe.aux_loss_coef,
+        **write_fields(EXPERTS, moe),
+        "--moe-layer-freq": 1 if all(moe.layers) else pattern(map(int, moe.layers)),
         "--moe-grouped-gemm": True,
         "--moe-token-dispatcher-type": "alltoall",
     }
-    if moe.shared_intermediate_size:
-        arguments["--moe-shared-expert-intermediate-size"] = moe.shared_intermediate_size
-    if moe.shared_gate:
-        arguments["--moe-shared-expert-gate"] = True
-    if not moe.norm_topk_prob:  # Megatron takes the softmax over the chosen experts otherwise
-        arguments["--moe-router-pre-softmax"] = True
     if moe.router_bias and config.family == "gpt_oss":
         notes.append("the router's bias has no argument: its weights are fewer by one an expert")
     elif moe.router_bias:
@@ -258,21 +204,7 @@ def _note_model(config: ModelConfig, planned: Planned, notes: list[str]) -> None
         )
 
 
-def _pattern(layers: list[int]) -> str:
-    """`([0]*3+[1]*58)`: a list that Megatron reads, one number a layer."""
-    runs = ((value, len(list(run))) for value, run in groupby(layers))
-    return "(" + "+".join(f"[{value}]*{length}" for value, length in runs) + ")"
-
-
-# The batch, the precision and the splits
-
-
-def _batch(planned: Planned) -> Options:
-    return {
-        "--seq-length": planned.plan.sequence_length,
-        "--micro-batch-size": planned.layout.micro_batch,
-        "--global-batch-size": planned.plan.global_batch,
-    }
+# The precision and the splits
 
 
 def _precision(planned: Planned) -> Options:
@@ -291,18 +223,17 @@ def _precision(planned: Planned) -> Options:
 def _splits(planned: Planned, notes: list[str]) -> Options:
     layout = planned.layout
     arguments: Options = {
-        "--tensor-model-parallel-size": layout.tp,
+        **write_fields(LAYOUT, layout),
         "--context-parallel-size": layout.cp,
+        "--seq-length": planned.plan.sequence_length,
+        "--global-batch-size": planned.plan.global_batch,
     }
-    if layout.sp:
-        arguments["--sequence-parallel"] = True
     if layout.cp > 1:
         arguments["--cp-comm-type"] = _sequence_kind(layout.ulysses, layout.ring)
     if layout.ulysses > 1 and layout.ring > 1:
         arguments["--hierarchical-context-parallel-sizes"] = [layout.ulysses, layout.ring]
     if planned.config.moe is not None:
-        arguments["--expert-model-parallel-size"] = layout.ep
-        arguments["--expert-tensor-parallel-size"] = layout.etp  # Megatron's default is tp
+        arguments |= write_fields(EXPERT_LAYOUT, layout)
         if layout.ep > 1 and layout.tp > 1 and not layout.sp:
             notes.append("Megatron warns that ep with tp must have --sequence-parallel: add sp")
     kv_heads = max(1, planned.config.num_kv_heads // layout.tp)
@@ -340,7 +271,7 @@ def _sequence_kind(ulysses: int, ring: int) -> str:
 
 def _pipeline(planned: Planned, notes: list[str]) -> Options:
     layout = planned.layout
-    arguments: Options = {"--pipeline-model-parallel-size": layout.pp}
+    arguments: Options = {}
     if layout.schedule != "1f1b":
         runs = "interleaved 1F1B" if layout.vpp > 1 else "1F1B"
         notes.append(f"schedule={layout.schedule} has no counterpart: Megatron runs {runs}")
@@ -379,7 +310,7 @@ def _data_parallel(planned: Planned, notes: list[str]) -> Options:
     if layout.zero >= 2:
         arguments |= {
             "--use-megatron-fsdp": True,
-            "--data-parallel-sharding-strategy": SHARDING[layout.zero],
+            "--data-parallel-sharding-strategy": STRATEGIES[layout.zero],
             "--ckpt-format": "fsdp_dtensor",
         }
         if layout.tp > 1 or layout.cp > 1:

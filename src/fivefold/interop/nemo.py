@@ -9,38 +9,30 @@ or for latent attention, whose sizes that one has no keys for, DeepSeek-V3's.
 from __future__ import annotations
 
 from fivefold.interop import megatron
-from fivefold.interop.megatron_read import parse_pattern
-from fivefold.interop.planned import (
-    PASSED_ON,
-    SCRIPT,
-    STRICT,
-    Export,
-    Planned,
-    command,
-    comment,
-    torchrun,
+from fivefold.interop.megatron_options import (
+    EXPERT_LAYOUT,
+    EXPERTS,
+    LATENT,
+    LAYOUT,
+    MODEL,
+    Value,
+    parse_pattern,
 )
+from fivefold.interop.planned import Export, Planned, command, comment, script
 
 CHECKED_AGAINST = (
     "NeMo Megatron-Bridge 0.7.0, commit 067f987df03b8355b03192d88d70f1709fedf51a (2026-08-22)"
 )
 
-NAMES = {
-    "--num-layers": "model.num_layers",
-    "--hidden-size": "model.hidden_size",
-    "--ffn-hidden-size": "model.ffn_hidden_size",
-    "--num-attention-heads": "model.num_attention_heads",
+FIELDS = (*MODEL, *LATENT, *EXPERTS, *LAYOUT, *EXPERT_LAYOUT)
+NAMES = {f"--{option.name}": option.nemo for option in FIELDS if option.nemo} | {
     "--num-query-groups": "model.num_query_groups",
     "--kv-channels": "model.kv_channels",
-    "--vocab-size": "tokenizer.vocab_size",
     "--tokenizer-type": "tokenizer.tokenizer_type",
-    "--normalization": "model.normalization",
-    "--norm-epsilon": "model.layernorm_epsilon",
     "--qk-layernorm": "model.qk_layernorm",
     "--add-qkv-bias": "model.add_qkv_bias",
     "--attention-dropout": "model.attention_dropout",
     "--hidden-dropout": "model.hidden_dropout",
-    "--softmax-type": "model.softmax_type",
     "--window-size": "model.window_size",
     "--window-attn-skip-freq": "model.window_attn_skip_freq",
     "--position-embedding-type": "model.position_embedding_type",
@@ -49,35 +41,16 @@ NAMES = {
     "--use-rope-scaling": "model.rope_scaling",
     "--rope-scaling-factor": "model.rope_scaling_factor",
     "--multi-latent-attention": "model.multi_latent_attention",
-    "--q-lora-rank": "model.q_lora_rank",
-    "--kv-lora-rank": "model.kv_lora_rank",
-    "--qk-head-dim": "model.qk_head_dim",
-    "--qk-pos-emb-head-dim": "model.qk_pos_emb_head_dim",
-    "--v-head-dim": "model.v_head_dim",
-    "--num-experts": "model.num_moe_experts",
-    "--moe-router-topk": "model.moe_router_topk",
-    "--moe-ffn-hidden-size": "model.moe_ffn_hidden_size",
-    "--moe-shared-expert-intermediate-size": "model.moe_shared_expert_intermediate_size",
-    "--moe-shared-expert-gate": "model.moe_shared_expert_gate",
     "--moe-layer-freq": "model.moe_layer_freq",
-    "--moe-aux-loss-coeff": "model.moe_aux_loss_coeff",
     "--moe-grouped-gemm": "model.moe_grouped_gemm",
     "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
-    "--moe-router-pre-softmax": "model.moe_router_pre_softmax",
     "--moe-router-score-function": "model.moe_router_score_function",
     "--moe-router-enable-expert-bias": "model.moe_router_enable_expert_bias",
-    "--mtp-num-layers": "model.mtp_num_layers",
     "--seq-length": "dataset.seq_length",
-    "--micro-batch-size": "train.micro_batch_size",
     "--global-batch-size": "train.global_batch_size",
-    "--tensor-model-parallel-size": "model.tensor_model_parallel_size",
-    "--sequence-parallel": "model.sequence_parallel",
     "--context-parallel-size": "model.context_parallel_size",
     "--cp-comm-type": "model.cp_comm_type",
     "--hierarchical-context-parallel-sizes": "model.hierarchical_context_parallel_sizes",
-    "--expert-model-parallel-size": "model.expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "model.expert_tensor_parallel_size",
-    "--pipeline-model-parallel-size": "model.pipeline_model_parallel_size",
     "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
     "--pipeline-model-parallel-layout": "model.pipeline_model_parallel_layout",
     "--use-tp-pp-dp-mapping": "dist.use_tp_pp_dp_mapping",
@@ -152,20 +125,18 @@ def export(planned: Planned) -> Export:
         overrides += [f"{NAMES[name]}=null" for name in LEFT_OVER if name not in arguments]
         notes.append(f"settings that the plan does not have are those of {recipe}")
     start = ["scripts/training/run_recipe.py", "--recipe", recipe, "--mode", "pretrain"]
-    script = (
-        f"{SCRIPT}{comment(planned, CHECKED_AGAINST, notes)}{STRICT}"
-        f"{torchrun(planned)}{command([start, *overrides], PASSED_ON)}"
-    )
-    return Export({"nemo.sh": script}, notes)
+    program = command([start, *([override] for override in overrides)])
+    text = script(comment(planned, CHECKED_AGAINST, notes), planned, program)
+    return Export({"nemo.sh": text}, notes)
 
 
-def _overrides(name: str, value: megatron.Value) -> list[str]:
+def _overrides(name: str, value: Value) -> list[str]:
     if name in COMBINED:
         return COMBINED[name]
     return [f"{NAMES[name]}={_hydra(name, value)}"]
 
 
-def _hydra(name: str, value: megatron.Value) -> str:
+def _hydra(name: str, value: Value) -> str:
     """A value in the grammar of Hydra's overrides, where brackets are lists and quotes protect."""
     if isinstance(value, bool):
         return str(value).lower()

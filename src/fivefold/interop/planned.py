@@ -78,14 +78,21 @@ def comment(planned: Planned, checked_against: str, notes: Iterable[str]) -> str
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
 
-def command(words: Iterable[str | list[str]], ending: str = "") -> str:
-    """One shell command, a group of words a line, each quoted; `ending` is added as it is."""
-    groups = [[group] if isinstance(group, str) else group for group in words]
-    lines = [" ".join(shlex.quote(word) for word in group) for group in groups]
-    return " \\\n    ".join([*lines, ending] if ending else lines) + "\n"
+def command(words: Iterable[list[str]], ending: str = '"$@"') -> str:
+    """One shell command, a group of words per line, each quoted; `ending`, as it is, passes on the
+    script's own arguments, which come last so that they count."""
+    return " \\\n    ".join([*map(shlex.join, words), ending]) + "\n"
 
 
-def torchrun(planned: Planned) -> str:
+def script(
+    heading: str, planned: Planned, program: str, setup: str = "", directives: str = ""
+) -> str:
+    """A shell script that starts `program` under torchrun, after the lines of `setup`."""
+    lines = f"#!/usr/bin/env bash\n{directives}{heading}set -euo pipefail\n{setup}"
+    return f"{lines}{_torchrun(planned)}{program}"
+
+
+def _torchrun(planned: Planned) -> str:
     """torchrun's own words; the script's caller may set HEAD_NODE and PORT."""
     start = f"torchrun --nnodes {planned.nodes} --nproc-per-node {planned.processes_per_node}"
     if planned.nodes == 1:
@@ -94,9 +101,3 @@ def torchrun(planned: Planned) -> str:
         f"{start} --rdzv-backend c10d --rdzv-id fivefold \\\n"
         '    --rdzv-endpoint "${HEAD_NODE:?name of the first node}:${PORT:-29500}" \\\n    '
     )
-
-
-SCRIPT = "#!/usr/bin/env bash\n"
-STRICT = "set -euo pipefail\n"
-PASSED_ON = '"$@"'
-"""The script's own arguments, which come last so that they count."""

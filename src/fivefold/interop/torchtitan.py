@@ -8,16 +8,7 @@ torchtitan/distributed/parallel_dims.py, pipeline_parallel.py and activation_che
 
 from __future__ import annotations
 
-from fivefold.interop.planned import (
-    PASSED_ON,
-    SCRIPT,
-    STRICT,
-    Export,
-    Planned,
-    command,
-    comment,
-    torchrun,
-)
+from fivefold.interop.planned import Export, Planned, command, comment, script
 from fivefold.layout.notation import ORDER
 from fivefold.layout.stages import stage_ranges
 from fivefold.model.config import ModelConfig
@@ -58,21 +49,14 @@ def export(planned: Planned) -> Export:
     """A module that holds torchtitan's configuration, and a script that starts it."""
     notes = _notes(planned)
     head = comment(planned, CHECKED_AGAINST, notes)
-    script = (
-        f"{SCRIPT}{head}{STRICT}"
-        f'export PYTHONPATH="$(dirname "$0"):${{PYTHONPATH:-}}"\n{torchrun(planned)}'
-        + command(
-            [
-                ["-m", "torchtitan.train"],
-                ["--module", "fivefold_torchtitan"],
-                ["--config", "planned"],
-            ],
-            PASSED_ON,
-        )
-    )
-    return Export(
-        {"fivefold_torchtitan.py": head + _configuration(planned), "torchtitan.sh": script}, notes
-    )
+    module, config = ["--module", "fivefold_torchtitan"], ["--config", "planned"]
+    program = command([["-m", "torchtitan.train"], module, config])
+    setup = 'export PYTHONPATH="$(dirname "$0"):${PYTHONPATH:-}"\n'
+    files = {
+        "fivefold_torchtitan.py": head + _configuration(planned),
+        "torchtitan.sh": script(head, planned, program, setup),
+    }
+    return Export(files, notes)
 
 
 def _configuration(planned: Planned) -> str:
