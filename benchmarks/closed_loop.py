@@ -37,7 +37,7 @@ from benchmarks import pages
 from benchmarks.plots import predicted_beside_measured
 from benchmarks.throughput import DENSE, MIXTURE
 from fivefold.calibrate.run import calibrate
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.files import atomic_write
 from fivefold.layout.legality import violations

@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # run as a script: make the packages importable
 from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import Predictor, choose
 from benchmarks.scores import figures
-from fivefold.cluster.cluster import CONSTANTS
+from fivefold.cluster.constants import CONSTANTS
 from fivefold.files import atomic_write
 
 BOUNDS = {

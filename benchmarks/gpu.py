@@ -30,7 +30,8 @@ if __package__ in (None, ""):  # run as a script: make the packages importable
     sys.path[:0] = [str(_ROOT), str(_ROOT / "src")]
 
 from benchmarks import pages
-from fivefold.cluster.cluster import Cluster, load_cluster
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.model.huggingface.presets import PUBLISHED

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from fivefold.cluster.cluster import Cluster, load_cluster
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import split_layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,12 +11,11 @@ import yaml
 from numpy.typing import NDArray
 
 from benchmarks.measurements import Case
-from fivefold.cluster.cluster import CONSTANTS
+from fivefold.cluster.constants import CONSTANTS, Constants
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.states import estimate_memory
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.step import step_time, traffic
 
 ENTRIES = yaml.safe_load(CONSTANTS.read_text(encoding="utf-8"))
@@ -111,11 +109,11 @@ def id_of(case: Case) -> tuple:
 def constants(job: Job, values: dict[str, float] | None) -> Constants:
     """The constants of a job's device, with `values` in their place: "name" stands for the default
     and "architecture.name" for an architecture's own."""
-    own = Constants.of(job.cluster.device)
+    own = job.cluster.device.constants
     if values is None:
         return own
     owner = dict.fromkeys(ENTRIES["default"], "")
     for architecture in ENTRIES["architectures"].get(job.cluster.device.key, ()):
         owner |= dict.fromkeys(ENTRIES.get(architecture, ()), f"{architecture}.")
     changed = {name: values.get(prefix + name) for name, prefix in owner.items()}
-    return replace(own, **{name: value for name, value in changed.items() if value is not None})
+    return own.model_copy(update={n: value for n, value in changed.items() if value is not None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.model.counts import flops_per_token
 from fivefold.model.huggingface.presets import load_preset

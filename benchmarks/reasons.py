@@ -9,7 +9,6 @@ import numpy as np
 from benchmarks.scores import Scored
 from fivefold.layout.batch import LayoutBatch
 from fivefold.model.counts import flops_per_token
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.step import Rank, Time, estimate_time
 
 MUCH = 0.10
@@ -66,7 +65,7 @@ def _products(row: Scored) -> float:
     device = row.case.job.cluster.device
     precision = row.case.job.precision
     precision = device.half if precision in ("bf16", "fp16") else precision
-    return Constants.of(device).product_flops(device, precision)
+    return device.matmul_flops(precision, device.constants)
 
 
 def _of_the_row(row: Scored) -> list[str]:
@@ -88,7 +87,7 @@ def _of_the_row(row: Scored) -> list[str]:
 def _of_the_estimate(row: Scored) -> list[str]:
     """What takes a large part of the predicted step beside arithmetic, the largest first."""
     job = row.case.job
-    time = estimate_time(job, LayoutBatch.of([row.layout]), Constants.of(job.cluster.device))
+    time = estimate_time(job, LayoutBatch.of([row.layout]), job.cluster.device.constants)
     rank = max(time.ranks.values(), key=lambda each: _one(each.busy * each.micro_batches))
     parts = _parts(time, rank)
     step = _one(time.step)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.legality import legal
 from fivefold.model.huggingface.presets import load_model
@@ -32,7 +32,6 @@ from fivefold.plan.memory.states import estimate_memory
 from fivefold.plan.search.candidates import every_layout
 from fivefold.plan.search.constraints import Choices, Constraints
 from fivefold.plan.search.search import count_fitting, search
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.step import estimate_time
 
 Row = dict[str, Any]
@@ -89,7 +88,7 @@ def rates(
 ) -> Row:
     """Layouts a second through each step, on one core."""
     job = job_of(model, cluster, devices, sequence_length, batch)
-    constants = Constants.of(job.cluster.device)
+    constants = job.cluster.device.constants
     (layouts, *_) = every_layout(job, Choices.read())
     chosen = np.random.default_rng(0).integers(0, len(layouts), AT_ONCE)
     some: LayoutBatch = layouts.take(np.sort(chosen))

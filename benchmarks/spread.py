@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from benchmarks.measurements import Case
 from benchmarks.scores import Scored
-from fivefold.cluster.cluster import CONSTANTS
+from fivefold.cluster.constants import constants_of
 from fivefold.plan.intervals import calibrate_with_measurements, kinds, ratios
 
 COVERAGE = 0.8
@@ -28,10 +27,7 @@ ENOUGH_OF_A_DEVICE = 3
 WIDEST = 4.0
 """Times an interval of a device that no row is of is widened at most."""
 
-DEFAULT_CONSTANTS = {
-    name: entry["value"]
-    for name, entry in yaml.safe_load(CONSTANTS.read_text(encoding="utf-8"))["default"].items()
-}
+DEFAULT_CONSTANTS = constants_of("")
 """Of a device that has none of its own."""
 
 

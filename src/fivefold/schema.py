@@ -6,12 +6,26 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, get_args
+from typing import Annotated, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fivefold.errors import UserError
+
+MOST = 10_000_000
+"""No machine has more of anything that is counted; a slip of the keyboard must not become sums that
+overflow."""
+
+
+def _whole(value: object) -> object:
+    """8.0 is a whole number too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST)]
+Positive = Annotated[float, Field(gt=0, lt=1e18)]
+NotNegative = Annotated[float, Field(ge=0, lt=1e18)]
 
 
 class Section(BaseModel):
@@ -83,6 +97,8 @@ def _section_in(annotation: object) -> type[Section] | None:
     # A class of Section is told by its metaclass: Python 3.10 calls tuple[str] a class too.
     if isinstance(annotation, type(Section)):
         return annotation
+    if get_origin(annotation) is dict:
+        return None
     inner = (_section_in(each) for each in get_args(annotation))
     return next((each for each in inner if each is not None), None)
 
@@ -147,6 +163,8 @@ def _sentence(errors: list[ErrorDetails], section: type[Section]) -> str:
     key = _dotted(first["loc"], section)
     if first["type"] == "missing":
         return f"{key} is missing"
+    if first["type"] == "extra_forbidden":  # within a mapping from names to sections
+        return f"unknown key {'.'.join(map(str, first['loc']))}"
     if first["type"] == "value_error":  # from a validator of our own
         place = f"{key}: " if key else ""
         return place + first["msg"].removeprefix("Value error, ")

@@ -20,7 +20,7 @@ from benchmarks.closed_loop import (
 from fivefold.layout.legality import check
 from fivefold.model.config import load_config
 from fivefold.plan.search.search import search
-from tests.plan import cores
+from tests.plan import cpu
 
 RESULT = Result(
     model="dense",
@@ -37,7 +37,7 @@ RESULT = Result(
 
 
 def test_layouts_that_are_drawn_can_be_run_and_are_not_twice_the_same(tmp_path: Path) -> None:
-    layouts = list(drawn(cores.write(tmp_path), 40, seed=0))
+    layouts = list(drawn(cpu.write(tmp_path), 40, seed=0))
     assert len({(model, str(layout)) for model, layout in layouts}) == 40
     for model, layout in layouts:
         check(layout, load_config(closed_loop.MODELS[model]), closed_loop.SEQUENCE_LENGTH)
@@ -48,7 +48,7 @@ def test_layouts_that_are_drawn_can_be_run_and_are_not_twice_the_same(tmp_path: 
 
 
 def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
-    cluster = cores.write(tmp_path)
+    cluster = cpu.write(tmp_path)
     assert list(drawn(cluster, 5, seed=3)) == list(drawn(cluster, 5, seed=3))
     assert list(drawn(cluster, 5, seed=3)) != list(drawn(cluster, 5, seed=4))
 
@@ -103,6 +103,6 @@ def test_the_planner_is_told_how_uneven_experts_are(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(
         closed_loop, "search", lambda job, wishes: asked.append(job) or search(job, wishes)
     )
-    assert list(best_planned(cores.write(tmp_path), 1.5))
+    assert list(best_planned(cpu.write(tmp_path), 1.5))
     told = {(job.config.moe is not None, job.imbalance) for job in asked}
     assert told == {(True, 1.5), (False, 1.0)}

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import gpu, pages
 from benchmarks.gpu import CASES, Case, Row, allocated_bytes, as_markdown, most_layers, plan
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.train.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]

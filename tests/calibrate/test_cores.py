@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fivefold.calibrate import steps
-from fivefold.calibrate.cores import block_work, fit_cores, message_records, pass_errors
+from fivefold.calibrate.cores import block_work, fit_cpu, message_records, pass_errors
 from fivefold.calibrate.points import Point
-from fivefold.cluster.cluster import Cluster, cluster_of
-from fivefold.cluster.cores import ProcessOverhead
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.cpu import Cause, ProcessOverhead
+from fivefold.cluster.load import cluster_of
 from fivefold.model.config import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
-from tests.plan.cores import machine
+from tests.plan.cpu import machine
 
-TOP = {
-    **{key: value for key, value in machine().items() if key not in ("operations", "messages")},
-    "devices": 8,
-}
+WITHOUT_CPU = cluster_of({**machine(), "cpu": None}, "here", "here", 8)
 SHAPES = [
     {"sequence": s, "batch": b, "hidden": h, "width": w, "heads": 4, "kv_heads": 2}
     for s, b, h, w in [(64, 1, 64, 128), (256, 2, 64, 256), (256, 1, 256, 704), (1024, 1, 128, 512)]
@@ -41,7 +39,7 @@ def block_points(cluster: Cluster) -> list[Point]:
         for what, of in (("layer", sizes), ("layer", mixture), ("head", sizes)):
             for part in ("forward", "backward"):
                 work = block_work(Point(what, of, 0, 0), cluster)
-                seconds = float(getattr(cluster.core, part).seconds(work))
+                seconds = float(getattr(steps.cpu_of(cluster), part).seconds(work))
                 points.append(Point(what, {"part": part, **of}, seconds, seconds))
     return points
 
@@ -63,9 +61,8 @@ def message(op: str, size: int, groups: int, size_bytes: int, wall_s: float, cpu
 
 def test_layers_of_a_machine_like_the_planners_are_explained_to_the_last_digits():
     cluster = truth()
-    lists = fit_cores(TOP, [*block_points(cluster), *other_points()])
-    found = cluster_of({**TOP, **lists}, "here", "here", 8)
-    errors = pass_errors(block_points(cluster), found)
+    cpu = fit_cpu(WITHOUT_CPU, 2, [*block_points(cluster), *other_points()])
+    errors = pass_errors(block_points(cluster), replace(WITHOUT_CPU, cpu=cpu))
     assert {part: len(of) for part, of in errors.items()} == {"forward": 12, "backward": 12}
     assert all(of.max() < 2e-3 for of in errors.values())
 
@@ -82,10 +79,9 @@ def test_errors_are_relative_and_of_the_pass_that_is_off():
 
 
 def test_copies_count_at_the_usual_size_and_the_optimizer_in_the_largest_case():
-    lists = fit_cores(TOP, [*block_points(truth()), *other_points()])
-    rest = next(each for each in lists["operations"] if each["what"] == "rest")
-    assert rest["copy_byte"] == pytest.approx(2e-5 / 2**21, rel=1e-3)
-    assert rest["optimizer_element"] == pytest.approx(1e-9 + 2e-9)
+    cpu = fit_cpu(WITHOUT_CPU, 2, [*block_points(truth()), *other_points()])
+    assert cpu.copy_byte == pytest.approx(2e-5 / 2**21, rel=1e-3)
+    assert cpu.optimizer_element == pytest.approx(1e-9 + 2e-9)
 
 
 def test_of_messages_those_count_that_all_processes_sent_at_once():
@@ -96,9 +92,9 @@ def test_of_messages_those_count_that_all_processes_sent_at_once():
         message("barrier", 8, 1, 0, 1.0, 1.0),
     ]
     records = message_records(points, cores=2)
-    assert [(each["ranks"], each["busy_s"]) for each in records] == [(2, 1e-3), (8, 1e-3)]
+    assert [(each.ranks, each.busy_s) for each in records] == [(2, 1e-3), (8, 1e-3)]
     # 8 processes have 2 cores: of 5 ms, 4 are turns on a core; 3 ms are less than turns alone.
-    assert [each["wait_s"] for each in records] == pytest.approx([1e-3, 0.0])
+    assert [each.wait_s for each in records] == pytest.approx([1e-3, 0.0])
 
 
 def test_a_call_costs_by_how_much_a_step_with_such_messages_is_longer_than_planned():
@@ -111,11 +107,11 @@ def test_a_call_costs_by_how_much_a_step_with_such_messages_is_longer_than_plann
         sizes = {"model": model, "layout": text}
         points.append(Point("step", sizes, busy_s + planned.wait_s + 2 * extra, busy_s))
         points.append(Point("outside", sizes, 5e-3, 5e-3))
-    records = {each["kind"]: each for each in steps.call_records(points, cluster)}
-    assert records["tp"]["busy_s"] == pytest.approx(1e-4, rel=1e-3)
-    assert records["tp"]["wait_s"] == pytest.approx(2e-4, rel=1e-3)
+    found = steps.call_seconds(points, cluster)
+    assert found["tp"].busy_s == pytest.approx(1e-4, rel=1e-3)
+    assert found["tp"].wait_s == pytest.approx(2e-4, rel=1e-3)
     for kind in ("zero", "ulysses", "ring", "ep"):
-        assert records[kind]["busy_s"] == pytest.approx(0.0, abs=1e-9)
+        assert found[kind].busy_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_elements():
@@ -131,31 +127,24 @@ def test_once_a_step_is_what_lies_outside_of_passes_but_for_the_optimizers_eleme
 
 def test_what_a_process_holds_beside_its_tensors_is_what_it_grew_by_less_what_they_take():
     cluster = truth()
-    beside = {
-        "alone": ProcessOverhead(5e7, 0.2),
-        "messages": ProcessOverhead(6e7, 0.1),
-        "zero": ProcessOverhead(0.0, 5.0),
-        "recompute": ProcessOverhead(0.0, 20.0),
+    overhead: dict[Cause, ProcessOverhead] = {
+        "alone": ProcessOverhead(bytes=5e7, share=0.2),
+        "messages": ProcessOverhead(bytes=6e7, share=0.1),
+        "zero": ProcessOverhead(bytes=0.0, share=5.0),
+        "recompute": ProcessOverhead(bytes=0.0, share=20.0),
     }
-    holding = replace(
-        cluster,
-        operations=(
-            *cluster.operations,
-            *({"what": "resident", "kind": k, **asdict(each)} for k, each in beside.items()),
-        ),
-    )
+    holding = steps.with_cpu(cluster, overhead=overhead)
     points = []
     for model, text in steps.cases(8):
         made = estimate(job(holding, model, text), steps.layout_of(text))
         for smaller in (0, 10_000_000):  # the larger process counts
             grown = round(made.peak_memory_bytes) - smaller
-            points.append(Point("resident", {"model": model, "layout": text, "bytes": grown}, 1, 1))
-    records = steps.resident_records(points, cluster)
-    assert [record["kind"] for record in records] == list(beside)
-    for record in records:
-        expected = beside[record["kind"]]
-        assert record["bytes"] == pytest.approx(expected.bytes, rel=1e-3)
-        assert record["share"] == pytest.approx(expected.share, rel=1e-2)
+            points.append(Point("growth", {"model": model, "layout": text, "bytes": grown}, 1, 1))
+    found = steps.process_overhead(points, cluster)
+    assert list(found) == list(overhead)
+    for cause, expected in overhead.items():
+        assert found[cause].bytes == pytest.approx(expected.bytes, rel=1e-3)
+        assert found[cause].share == pytest.approx(expected.share, rel=1e-2)
 
 
 def test_one_run_that_took_less_than_planned_does_not_undo_the_others():
@@ -165,29 +154,21 @@ def test_one_run_that_took_less_than_planned_does_not_undo_the_others():
         planned = estimate(job(cluster, model, text), steps.layout_of(text)).peak_memory_bytes
         more = -1_000_000 if text == "pp2 mb2 recompute=full" else 50_000_000
         points.append(
-            Point(
-                "resident", {"model": model, "layout": text, "bytes": round(planned + more)}, 1, 1
-            )
+            Point("growth", {"model": model, "layout": text, "bytes": round(planned + more)}, 1, 1)
         )
-    kinds = {record["kind"]: record for record in steps.resident_records(points, cluster)}
-    assert kinds["messages"]["bytes"] == pytest.approx(50_000_000, rel=0.05)
-    assert kinds["recompute"]["share"] == 0.0  # less, on the whole, than without
+    found = steps.process_overhead(points, cluster)
+    assert found["messages"].bytes == pytest.approx(50_000_000, rel=0.05)
+    assert found["recompute"].share == 0.0  # less, on the whole, than without
 
 
-def test_with_the_paces_that_are_found_steps_are_planned_as_long_as_they_took():
-    cluster = truth()
-    paces = [
-        {"what": "pace", "processes": count, "factor": factor}
-        for count, factor in {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5}.items()
-    ]
-    paced = replace(cluster, operations=(*cluster.operations, *paces))
+def test_with_the_slowdowns_that_are_found_steps_are_planned_as_long_as_they_took():
+    cluster, slowdown = truth(), {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5}
+    slowed = steps.with_cpu(cluster, slowdown=slowdown)
     points = []
-    for text in steps.PACED:
-        took_s = estimate(job(paced, "larger", text), steps.layout_of(text)).step_time_s
-        points.append(Point("pace", {"model": "larger", "layout": text}, took_s, took_s))
-    found = steps.pace_records(points, cluster)
-    assert [r["processes"] for r in found] == [1, 2, 4, 8]
-    assert [r["factor"] for r in found] == pytest.approx([r["factor"] for r in paces], rel=1e-2)
+    for text in steps.AMONG_OTHERS:
+        took_s = estimate(job(slowed, "larger", text), steps.layout_of(text)).step_time_s
+        points.append(Point("larger_step", {"model": "larger", "layout": text}, took_s, took_s))
+    assert steps.slowdowns(points, cluster) == pytest.approx(slowdown, rel=1e-2)
 
 
 def job(cluster: Cluster, model: str, text: str) -> Job:

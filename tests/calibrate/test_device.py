@@ -13,12 +13,12 @@ from fivefold.calibrate.clusterfile import as_text, write
 from fivefold.calibrate.device import head
 from fivefold.calibrate.measure import Measured
 from fivefold.calibrate.points import Point
-from fivefold.cluster.cluster import Cluster, load_cluster, load_device
+from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.collectives import members_per_tier, seconds
+from fivefold.cluster.load import load_cluster, load_device
 from fivefold.model.config import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.time.accelerator import product_s
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import Matmul
 from tests.helpers import refusal
 
@@ -41,9 +41,7 @@ TRUTH = load_cluster("h100:8x450GB/s,50GB/s", 16)
 def product(what: str, m: int, n: int, k: int, groups: int = 1) -> Point:
     """By the planner: no misaligned shapes, and large enough not to wait for memory."""
     job = Job(MODEL, TRUTH, 4096, 16, engine=ENGINES["fivefold"])
-    s = float(
-        product_s(job, Constants.of(TRUTH.device), Matmul(what, m, n, k, groups=float(groups)))
-    )
+    s = float(product_s(job, TRUTH.device.constants, Matmul(what, m, n, k, groups=float(groups))))
     sizes = {"part": "forward", "m": m, "n": n, "k": k}
     sizes |= {"groups": groups} if groups > 1 else {}
     return Point(what, sizes, s, 1e-6, "bf16")
@@ -85,7 +83,7 @@ def messages(cluster: Cluster) -> Iterator[Point]:
 
 
 def written(path: Path, measured: Measured, gpus: int) -> Cluster:
-    write(path, as_text(head(measured), {"points": [p.record() for p in measured.points]}))
+    write(path, as_text({**head(measured), "points": [p.record() for p in measured.points]}))
     return load_cluster(str(path), gpus)
 
 
@@ -98,11 +96,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 def test_the_constants_come_back(cluster: Cluster) -> None:
     device, truth = cluster.device, load_device("h100")
-    own, usual = Constants.of(device), Constants.of(truth)
+    own, usual = device.constants, truth.constants
     assert device.peak == {"bf16": pytest.approx(989.4e12)}
     assert device.memory_bandwidth * own.memory == pytest.approx(BANDWIDTH, rel=1e-3)
-    assert own.product_flops(device, "bf16") == pytest.approx(
-        usual.product_flops(truth, "bf16"), rel=0.01
+    assert device.matmul_flops("bf16", own) == pytest.approx(
+        truth.matmul_flops("bf16", usual), rel=0.01
     )
     assert own.grouped == pytest.approx(usual.grouped, rel=0.01)
     assert own.attention / own.portable_attention == pytest.approx(0.4, rel=1e-3)
@@ -116,7 +114,7 @@ def test_the_planner_gives_products_and_messages_the_time_that_was_measured(
     cluster: Cluster,
 ) -> None:
     job = Job(MODEL, cluster, 4096, 16, engine=ENGINES["fivefold"])
-    constants = Constants.of(cluster.device)
+    constants = cluster.device.constants
     for point in points():
         if point.what == "product":
             m, n, k = (float(point.sizes[name]) for name in "mnk")

@@ -8,14 +8,10 @@ from fivefold.calibrate.points import Point, merged, point_of
 
 def test_a_point_comes_back_from_the_file_as_it_was() -> None:
     point = Point("product", {"part": "input", "m": 8, "n": 16, "k": 4}, 1e-5, 12345e-9, "bf16")
-    text = as_text({"summary": "a"}, {"points": [point.record()]})
+    text = as_text({"summary": "a", "points": [point.record()]})
     assert text.splitlines()[1:] == ["points:", f"- {text.splitlines()[2][2:]}"]  # on one line
     read = yaml.safe_load(text)["points"][0]
     assert point_of(read) == Point("product", point.sizes, 1e-5, 1.234e-5, "bf16")
-
-
-def test_lists_without_a_record_are_left_out() -> None:
-    assert yaml.safe_load(as_text({"a": 1}, {"points": [], "messages": []})) == {"a": 1}
 
 
 def test_processes_count_with_their_median_and_ranks_of_a_message_with_their_mean() -> None:

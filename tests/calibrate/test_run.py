@@ -14,8 +14,7 @@ from fivefold.calibrate.points import point_of
 from fivefold.calibrate.run import calibrate
 from fivefold.calibrate.steps import SPLITS
 from fivefold.cli import main
-from fivefold.cluster.cluster import devices_of, load_cluster
-from fivefold.cluster.cores import message_s
+from fivefold.cluster.load import devices_of, load_cluster
 from fivefold.train.launch import launch
 from tests.calibrate.tiny import TINY, shrink_steps
 from tests.helpers import free_port, refusal
@@ -40,10 +39,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_file_is_a_cluster_that_can_be_planned_for(written: Path) -> None:
     cluster = load_cluster(str(written), 4)
     assert cluster.num_devices == 4 and devices_of(str(written)) == 2
-    assert cluster.cores == len(os.sched_getaffinity(0))
+    assert cluster.cpu is not None and cluster.cpu.cores == len(os.sched_getaffinity(0))
     assert cluster.device.peak_flops("fp32") > 1e8
-    assert cluster.core.forward.operation > 0 and set(cluster.core.calls) == set(SPLITS)
-    assert message_s(cluster.messages, "all_reduce", 2, 1000).busy > 0
+    assert cluster.cpu.forward.operation > 0 and set(cluster.cpu.calls) == set(SPLITS)
+    assert cluster.cpu.message_s("all_reduce", 2, 1000).busy > 0
 
 
 def test_something_of_every_kind_is_measured(written: Path) -> None:
@@ -51,8 +50,8 @@ def test_something_of_every_kind_is_measured(written: Path) -> None:
     kinds = {point.what for point in points}
     assert kinds == {
         "launch", "product", "grouped", "attention", "attention_block", "light", "memory", "host",
-        "optimizer", "layer", "mixture", "embedding", "head", "message", "step", "outside", "pace",
-        "resident",
+        "optimizer", "layer", "mixture", "embedding", "head", "message", "step", "outside",
+        "larger_step", "growth",
     }  # fmt: skip
     assert {p.sizes["op"] for p in points if p.what == "message"} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "shift",

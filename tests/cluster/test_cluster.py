@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fivefold.cluster import cluster as module
-from fivefold.cluster.cluster import (
+from fivefold.cluster import constants
+from fivefold.cluster.load import (
     CATALOGUE,
     catalogue_names,
     device_names,
+    devices_of,
     load_cluster,
     load_device,
 )
-from fivefold.cluster.cores import message_s
 from fivefold.errors import UserError
 
 HARDWARE = {
@@ -176,21 +176,29 @@ def test_a_wrong_name_or_line_is_refused_with_what_would_work(text: str, message
     assert message in str(error.value)
 
 
+def tier(keys: str) -> str:
+    return f"device: h100\ntiers: [{{name: a, {keys}}}]"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("device: h100\ntier: []", "unknown key 'tier': did you mean tiers"),
-        ("device: h100", "the key 'tiers' is missing"),
-        ("device: h100\ntiers: []", "tiers must be a list"),
-        ("device: h100\ntiers: [{name: a, bandwith_gb_s: 1}]", "did you mean bandwidth_gb_s"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: fast}]", "above 0, not 'fast'"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: -1}]", "above 0, not -1"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, shape: star}]", "unknown shape"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, shape: ring}]", "needs links"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, efficiency: 2}]", "at most 1, not 2"),
-        ("device: h100\ntiers: [{name: a, bandwidth_gb_s: 1, latency_us: 3}]", "3 numbers"),
-        ("device: {name: X}\ntiers: [{name: a, bandwidth_gb_s: 1}]", "'memory_bytes' is missing"),
-        ("- 1", "must be a mapping"),
+        ("device: h100\ntier: []", "unknown key tier; did you mean tiers?"),
+        ("device: h100", "tiers is missing"),
+        ("device: h100\ntiers: []", "tiers must be a list of 1 or more, and is a list of 0"),
+        (
+            "device: h100\ntiers: [{name: a, bandwith_gb_s: 1}]",
+            "unknown key tiers.0.bandwith_gb_s; did you mean tiers.0.bandwidth_gb_s?",
+        ),
+        (tier("bandwidth_gb_s: fast"), 'tiers.0.bandwidth_gb_s must be a number, and is "fast"'),
+        (tier("bandwidth_gb_s: -1"), "tiers.0.bandwidth_gb_s must be more than 0, and is -1"),
+        (tier("bandwidth_gb_s: 1, size: 8.5"), "tiers.0.size must be a whole number, and is 8.5"),
+        (tier("bandwidth_gb_s: 1, shape: star"), "tiers.0.shape must be 'switch', 'fullmesh', "),
+        (tier("bandwidth_gb_s: 1, shape: ring"), "tiers.0: a ring needs links"),
+        (tier("bandwidth_gb_s: 1, efficiency: 2"), "efficiency must be 1 or less, and is 2"),
+        (tier("bandwidth_gb_s: 1, latency_us: 3"), "latency_us must be a list, and is 3"),
+        ("device: {name: X}\ntiers: [{name: a, bandwidth_gb_s: 1}]", "device.memory_bytes is mis"),
+        ("- 1", "must be a mapping of keys, not a list of 1; it needs at least device, tiers"),
         ("a: [", "the cluster file is not valid YAML, line 1"),
         ("a: !!python/object/apply:os.getcwd []", "the cluster file is not valid YAML, line 1"),
     ],
@@ -205,6 +213,13 @@ def test_a_wrong_file_is_refused_by_the_name_of_the_key(
     assert message in str(error.value)
 
 
+def test_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(tier("bandwidth_gb_s: 4.5e2, size: 8.0"))
+    [read] = load_cluster(str(path), 8).system
+    assert (read.bandwidth, read.size) == (450e9, 8)
+
+
 def test_a_cluster_of_no_devices_is_refused() -> None:
     with pytest.raises(UserError, match="1 or more, not 0"):
         load_cluster("dgx-h100", 0)
@@ -213,17 +228,17 @@ def test_a_cluster_of_no_devices_is_refused() -> None:
 
 
 def test_constants_of_a_device_come_over_the_default_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "constants.yaml"
-    path.write_text(
-        "architectures: {h100: [hopper]}\n"
-        "default: {a: {value: 1}, b: {value: 2}}\n"
-        "hopper: {b: {value: 3}}\n"
-    )
-    monkeypatch.setattr(module, "CONSTANTS", path)
-    assert load_device("h100").constants == {"a": 1, "b": 3}
-    assert load_device("a100-80gb").constants == {"a": 1, "b": 2}
+    entries = {
+        "architectures": {"h100": ["hopper"]},
+        "default": {name: {"value": 1.0} for name in constants.Constants.model_fields},
+        "hopper": {"memory": {"value": 3.0}},
+    }
+    monkeypatch.setattr(constants, "_read", lambda: entries)
+    hopper, ampere = (load_device(name).constants for name in ("h100", "a100-80gb"))
+    assert (hopper.memory, hopper.attention) == (3.0, 1.0)
+    assert (ampere.memory, ampere.attention) == (1.0, 1.0)
 
 
 # --- what a measured machine says more ---------------------------------------------------------
@@ -237,9 +252,15 @@ device:
   constants: {memory: 1.0, wave_loss: 0}
 tiers: [{name: a, bandwidth_gb_s: 1}]
 devices: 8
-cores: 2
-messages:
-- {op: all_reduce, ranks: 2, bytes: 256, busy_s: 1.0e-4, wait_s: 2.0e-4}
+cpu:
+  cores: 2
+  forward: &pass
+    {matmul_flop: 0, matmul_byte: 0, attention_flop: 0, elementwise_byte: 0, operation: 1e-6}
+  backward: *pass
+  copy_byte: 1e-11
+  optimizer_element: 2e-9
+  messages:
+  - {op: all_reduce, ranks: 2, bytes: 256, busy_s: 1.0e-4, wait_s: 2.0e-4}
 points:
 - {what: host, op: node, wall_s: 1.0e-6, cpu_s: 1.0e-6}
 """
@@ -249,32 +270,32 @@ def test_a_file_may_have_constants_of_its_own_and_what_was_measured(tmp_path: Pa
     path = tmp_path / "box.yaml"
     path.write_text(MEASURED)
     cluster = load_cluster(str(path), 4)
-    assert cluster.cores == 2
-    assert message_s(cluster.messages, "all_reduce", 2, 256).busy == 1e-4
-    constants = cluster.device.constants
-    assert (constants["memory"], constants["wave_loss"]) == (1.0, 0)
-    assert constants["launch_s"] == load_device("h100").constants["launch_s"]  # the default one
-    assert module.devices_of(str(path)) == 8
-    assert module.devices_of("dgx-h100") is None
-    assert cluster.with_devices(16).messages == cluster.messages
+    assert cluster.cpu is not None and cluster.cpu.cores == 2
+    assert cluster.cpu.message_s("all_reduce", 2, 256).busy == 1e-4
+    found = cluster.device.constants
+    assert (found.memory, found.wave_loss) == (1.0, 0)
+    assert found.launch_s == load_device("h100").constants.launch_s  # the default one
+    assert devices_of(str(path)) == 8
+    assert devices_of("dgx-h100") is None
+    assert cluster.with_devices(16).cpu == cluster.cpu
     assert hash(cluster) == hash(load_cluster(str(path), 4))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("wave_loss", "wave_los", "constants: unknown key 'wave_los': did you mean wave_loss"),
-        ("wave_loss: 0", "wave_loss: -1", "wave_loss must be a number of 0 or more, not -1"),
-        ("memory: 1.0", "memory: .nan", "memory must be a number of 0 or more, not nan"),
-        ("cores: 2", "cores: 0.5", "cores must be a whole number"),
-        ("devices: 8", "devices: many", "devices must be a number above 0, not 'many'"),
-        ("busy_s: 1.0e-4, ", "", "no busy_s of a message all_reduce that is a number of 0 or more"),
-        ("wait_s: 2.0e-4", "wait_s: -1", "no wait_s of a message all_reduce"),
-        ("busy_s: 1.0e-4", "busy_s: .nan", "no busy_s of a message all_reduce"),
-        ("op: all_reduce", "op: all_red", "has a message 'all_red': known are all_reduce, "),
-        ("messages:", "message:", "unknown key 'message': did you mean messages"),
-        ("cpu_s: 1.0e-6", "cpu_s: []", "points must be a list of mappings"),
-        ("points:\n-", "points:\n ", "points must be a list of mappings"),
+        ("wave_loss", "wave_los", "unknown key wave_los; did you mean wave_loss?"),
+        ("wave_loss: 0", "wave_loss: -1", "constants: wave_loss must be 0 or more, and is -1"),
+        ("memory: 1.0", "memory: .nan", "device.constants must be a finite number, and is NaN"),
+        ("cores: 2", "cores: 0.5", "cpu.cores must be a whole number, and is 0.5"),
+        ("devices: 8", "devices: many", 'devices must be a whole number, and is "many"'),
+        ("busy_s: 1.0e-4, ", "", "cpu.messages.0.busy_s is missing"),
+        ("wait_s: 2.0e-4", "wait_s: -1", "cpu.messages.0.wait_s must be 0 or more, and is -1"),
+        ("busy_s: 1.0e-4", "busy_s: .nan", "cpu.messages.0.busy_s must be a finite number"),
+        ("op: all_reduce", "op: all_red", "cpu.messages.0.op must be 'all_reduce', "),
+        ("messages:", "message:", "unknown key cpu.message; did you mean cpu.messages?"),
+        ("cpu_s: 1.0e-6", "cpu_s: []", "points.0 must be text or a number, and is a list of 0"),
+        ("points:\n-", "points:\n ", "points must be a list, and is a mapping"),
     ],
 )
 def test_what_was_measured_is_refused_where_it_is_wrong(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from fivefold.cluster import collectives
-from fivefold.cluster.cluster import Cluster, Tier, load_cluster, load_device
+from fivefold.cluster.cluster import Cluster, Tier
 from fivefold.cluster.collectives import OPS, RING_PASSES, members_per_tier, seconds
+from fivefold.cluster.load import load_cluster, load_device
 
 GIB = 2**30
 LARGE = 1e13  # bytes; latency does not count

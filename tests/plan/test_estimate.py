@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import ModelConfig
@@ -16,7 +16,6 @@ from fivefold.parallel.cost import ledger
 from fivefold.plan.engines import Job
 from fivefold.plan.estimate import estimate
 from fivefold.plan.memory.states import estimate_memory
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.stages import SIMULATED_ROUNDS, simulate
 from fivefold.plan.time.step import estimate_time
 
@@ -56,7 +55,7 @@ def test_the_parts_of_a_step_add_up(config, text: str):
     for row in each.ledger:
         assert 0 <= row.exposed_s <= row.time_s * (1 + 1e-9)
     # Nothing but messages beside it slows compute, and only as much as the device's constant says.
-    contention = Constants.of(load_cluster("dgx-h100", 32).device).contention
+    contention = load_cluster("dgx-h100", 32).device.constants.contention
     beside = [row for row in each.ledger if (row.split, row.op) != ("pp", "send")]
     hidden = sum(row.time_s - row.exposed_s for row in beside)
     assert each.seconds["slowed"] == pytest.approx(contention * hidden, rel=1e-6, abs=1e-9)
@@ -66,7 +65,7 @@ def test_the_parts_of_a_step_add_up(config, text: str):
 @pytest.mark.parametrize(("config", "text"), LAYOUTS)
 def test_the_simulated_pipeline_agrees_with_the_formula_of_the_search(config, text: str):
     job, layout = case(config, text)
-    constants = Constants.of(job.cluster.device)
+    constants = job.cluster.device.constants
     by_formula = np.asarray(estimate_time(job, LayoutBatch.of([layout]), constants).step)[0]
     assert estimate(job, layout).step_time_s == pytest.approx(by_formula, rel=0.05)
 

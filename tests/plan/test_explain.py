@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.huggingface.presets import load_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.notation import parse
 from fivefold.model.huggingface.presets import load_preset
 from fivefold.plan import intervals

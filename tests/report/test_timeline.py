@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.notation import parse
 from fivefold.model.huggingface.presets import load_preset
 from fivefold.plan.engines import ENGINES, Job

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 
 from fivefold.cli import main
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import parse
 from fivefold.model.config import load_config
@@ -38,7 +38,7 @@ from fivefold.train.start import choose_start
 from fivefold.train.trainer import StepResult, Trainer
 from fivefold.verify.plan_vs_run import train_and_compare
 from tests.helpers import refusal
-from tests.plan import cores
+from tests.plan import cpu
 from tests.report.test_timeline import read as read_timeline
 
 MIXTURE = {
@@ -135,7 +135,7 @@ def test_a_run_ends_with_a_comparison_with_its_plan(
     values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     layout = "tp2 pp2 dp2 ep2"
-    cluster = cores.write(tmp_path)
+    cluster = cpu.write(tmp_path)
     assert (
         main(["train", str(run_file(values, model=MIXTURE, layout=layout, cluster=cluster))]) == 0
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.notation import Layout, parse
 from fivefold.ledger import Ledger
 from fivefold.plan.engines import ENGINES, Job

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,20 +13,9 @@ from fivefold.errors import UserError
 from fivefold.files import atomic_write
 
 
-def as_text(head: Mapping[str, Any], lists: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """YAML with a record of each list on a line of its own."""
-    parts = [yaml.safe_dump(dict(head), sort_keys=False, width=100)]
-    for name, records in lists.items():
-        lines = [yaml.safe_dump(dict(r), **_ONE_LINE).strip() for r in records]
-        parts.append(f"{name}:\n" + "".join(f"- {line}\n" for line in lines) if lines else "")
-    return "".join(parts)
-
-
-_ONE_LINE: dict[str, Any] = {
-    "default_flow_style": True,
-    "sort_keys": False,
-    "width": float("inf"),
-}
+def as_text(values: Mapping[str, object]) -> str:
+    """YAML with each record of a list on a line of its own."""
+    return yaml.safe_dump(values, default_flow_style=None, sort_keys=False, width=float("inf"))
 
 
 def check_writable(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From points of a CPU to what the planner reads of one (`cluster.cores`). Needs no torch.
+"""From points of a CPU to what the planner reads of one (`cluster.cpu`). Needs no torch.
 
 A layer's passes are fitted as a whole, to the layers and heads that were measured: what an
 operation takes within a layer, on data that the one before it has left in the cache, is not what it
@@ -7,28 +7,34 @@ takes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from math import log
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
-from fivefold.calibrate.steps import call_records, pace_records, resident_records, step_s
-from fivefold.cluster.cluster import Cluster, cluster_of
-from fivefold.cluster.cores import Pass, core_of
+from fivefold.calibrate.steps import (
+    call_seconds,
+    cpu_of,
+    process_overhead,
+    slowdowns,
+    step_s,
+    with_cpu,
+)
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.cpu import Cpu, MessageRecord, Pass
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig, load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.time.cpu import work_of
 from fivefold.plan.time.operations import Operations, head_operations, layer_operations
+from fivefold.schema import validate
 
 Floats = NDArray[np.float64]
-Records = list[dict[str, Any]]
 
 FITTED = ("layer", "head")
 """The points that the rates of passes are fitted to."""
@@ -36,37 +42,23 @@ USUAL_BYTES = 2**20
 """Of the arrays that a training step on a CPU copies."""
 
 
-def fit_cores(top: Mapping[str, Any], points: Sequence[Point]) -> dict[str, Records]:
-    """The lists of a cluster file, by their keys. `top` is the rest of the file."""
-    devices = top["devices"]
-    machine = cluster_of(top, "here", "here", devices)
-    lists = {
-        "operations": _operation_records(points, machine),
-        "messages": message_records(points, top["cores"]),
-    }
+def fit_cpu(machine: Cluster, cores: int, points: Sequence[Point]) -> Cpu:
+    """What was measured on the cores of a machine whose file has nothing of them yet."""
+    cpu = Cpu(
+        cores=cores,
+        forward=_fit_pass(points, machine, "forward"),
+        backward=_fit_pass(points, machine, "backward"),
+        copy_byte=rounded(_copy_byte(points)),
+        optimizer_element=rounded(_optimizer_element(points)),
+        messages=message_records(points, cores),
+    )
     if any(point.what == "step" for point in points):
-        cluster = cluster_of({**top, **lists}, "here", "here", devices)
-        lists["operations"][-1]["step"] = rounded(step_s(points, cluster))
-        lists["operations"] += call_records(points, cluster)
-        lists["operations"] += resident_records(points, cluster)
-        cluster = cluster_of({**top, **lists}, "here", "here", devices)
-        lists["operations"] += pace_records(points, cluster)
-    return lists
-
-
-def _operation_records(points: Sequence[Point], cluster: Cluster) -> Records:
-    """What a core does: see `cluster.cores.Core`. `cluster` is the machine, as far as known."""
-    passes = {part: _fit_pass(points, cluster, part) for part in ("forward", "backward")}
-    rest = {
-        "copy_byte": _copy_byte(points),
-        "optimizer_element": _optimizer_element(points),
-        "step": 0.0,
-    }
-    records = [
-        {"what": part, **{name: rounded(value) for name, value in asdict(found).items()}}
-        for part, found in passes.items()
-    ]
-    return [*records, {"what": "rest", **{name: rounded(v) for name, v in rest.items()}}]
+        cluster = replace(machine, cpu=cpu)
+        cluster = with_cpu(cluster, step=rounded(step_s(points, cluster)))
+        calls = call_seconds(points, cluster)
+        cluster = with_cpu(cluster, calls=calls, overhead=process_overhead(points, cluster))
+        cpu = cpu_of(with_cpu(cluster, slowdown=slowdowns(points, cluster)))
+    return cpu
 
 
 # --- passes ------------------------------------------------------------------------------------
@@ -76,14 +68,15 @@ def _fit_pass(points: Sequence[Point], cluster: Cluster, part: str) -> Pass:
     chosen = [p for p in points if p.what in FITTED and p.sizes["part"] == part]
     work = np.array([block_work(point, cluster) for point in chosen])
     rates = least_relative_squares(work, np.array([point.cpu_s for point in chosen]))
-    return Pass(*rates.tolist())
+    rounded_rates = map(rounded, rates.tolist())
+    return validate(Pass, dict(zip(Pass.model_fields, rounded_rates, strict=True)), f"{part} pass")
 
 
 def pass_errors(points: Sequence[Point], cluster: Cluster) -> dict[str, Floats]:
     """How far the cores of a cluster are from the layers and heads that were measured, relative, by
     kind of pass."""
     errors: dict[str, list[float]] = {"forward": [], "backward": []}
-    core = core_of(cluster.operations, cluster.name)  # as it works by itself
+    core = cpu_of(cluster)  # as it works by itself
     for point in points:
         if point.what in FITTED:
             part = str(point.sizes["part"])
@@ -153,7 +146,7 @@ def _optimizer_element(points: Sequence[Point]) -> float:
 # --- messages ----------------------------------------------------------------------------------
 
 
-def message_records(points: Sequence[Point], cores: int) -> Records:
+def message_records(points: Sequence[Point], cores: int) -> list[MessageRecord]:
     """Busy and waiting seconds of a call, by operation, ranks of the group and payload: of messages
     that all processes sent at the same time. Where there are more of them than cores, each waits
     for its turn on a core as well, which is no part of the message."""
@@ -166,13 +159,13 @@ def message_records(points: Sequence[Point], cores: int) -> Records:
             continue
         turns = max(1.0, processes / cores)
         records.append(
-            {
-                "op": sizes["op"],
-                "ranks": sizes["size"],
-                "bytes": sizes["bytes"],
-                "busy_s": rounded(point.cpu_s),
-                "wait_s": rounded(max(0.0, point.wall_s - turns * point.cpu_s)),
-            }
+            MessageRecord(
+                op=sizes["op"],  # pyright: ignore[reportArgumentType]  # pydantic checks it
+                ranks=int(sizes["size"]),
+                bytes=int(sizes["bytes"]),
+                busy_s=rounded(point.cpu_s),
+                wait_s=rounded(max(0.0, point.wall_s - turns * point.cpu_s)),
+            )
         )
     return records
 

@@ -52,17 +52,16 @@ class Facts:
 
 
 def head(measured: Measured) -> dict[str, Any]:
-    """The cluster file but for its lists."""
+    """The cluster file but for its CPU and its points."""
     facts = Facts(measured)
     where = f"{measured.cores} cores, " if facts.on_cpu else ""
     devices = "processes" if facts.on_cpu else "devices"
-    result: dict[str, Any] = {
+    return {
         "summary": f"{measured.name}, {where}measured with {measured.processes} {devices}",
         "devices": measured.processes,
         "device": _device(facts),
         "tiers": _tiers(facts),
     }
-    return result | ({"cores": measured.cores} if facts.on_cpu else {})
 
 
 def _device(facts: Facts) -> dict[str, Any]:

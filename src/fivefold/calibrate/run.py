@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from fivefold.calibrate.clusterfile import as_text, check_writable, write
-from fivefold.calibrate.cores import Floats, Records, fit_cores, pass_errors
-from fivefold.cluster.cluster import cluster_of
+from fivefold.calibrate.cores import Floats, fit_cpu, pass_errors
 from fivefold.cluster.host import here_path
+from fivefold.cluster.load import cluster_of
 from fivefold.errors import UserError
 from fivefold.train.torchrun import joined_by_torchrun, processes_of_torchrun
-
-if TYPE_CHECKING:
-    from fivefold.calibrate.measure import Measured
 
 PROCESSES = 8
 """Of a CPU, unless told otherwise: groups of 2, 4 and 8."""
@@ -64,20 +60,14 @@ def calibrate(out: str | None, processes: int | None, quick: bool) -> Calibrated
     else:
         usual = PROCESSES if device == "cpu" else torch.cuda.device_count()
         measured = measure_locally(sizes, device, processes or usual)
-    top = head(measured)
-    # A GPU is described by the constants of its device.
-    fitted, errors = _fit_cores(top, measured) if device == "cpu" else ({}, {})
-    write(path, as_text(top, {**fitted, "points": [p.record() for p in measured.points]}))
+    top, errors = head(measured), dict[str, Floats]()
+    if device == "cpu":  # a GPU is described by the constants of its device
+        machine = cluster_of(top, "here", "here", measured.processes)
+        cpu = fit_cpu(machine, measured.cores, measured.points)
+        errors = pass_errors(measured.points, replace(machine, cpu=cpu))
+        top["cpu"] = cpu.model_dump(exclude_defaults=True)
+    write(path, as_text({**top, "points": [point.record() for point in measured.points]}))
     return Calibrated(path, top["summary"], errors)
-
-
-def _fit_cores(
-    top: dict[str, Any], measured: Measured
-) -> tuple[dict[str, Records], dict[str, Floats]]:
-    """What the planner reads of the cores of a CPU, and its errors."""
-    lists = fit_cores(top, measured.points)
-    cluster = cluster_of({**top, **lists}, "here", "here", measured.processes)
-    return lists, pass_errors(measured.points, cluster)
 
 
 def _check_processes(processes: int | None, joined: bool) -> None:

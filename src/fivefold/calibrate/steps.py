@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from fivefold.calibrate.fit import least_relative_squares
 from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
-from fivefold.cluster.cores import ProcessOverhead
+from fivefold.cluster.cpu import CallSeconds, Cause, Cpu, ProcessOverhead, Split
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import load_config
 from fivefold.plan.engines import ENGINES, Job
@@ -28,7 +28,7 @@ STEPS = {"dense": 10, "mixture": 10, "larger": 7}
 """How many are run: of the smaller models' the shortest counts, of the larger one's the median."""
 WARM_UP = 2
 ALONE = "mb2"
-SPLITS = {
+SPLITS: dict[Split, str] = {
     "zero": "dp2 zero3 mb2",
     "tp": "tp2 mb2",
     "ulysses": "ulysses2 mb2",
@@ -62,7 +62,7 @@ LARGER = DENSE | {
     "num_key_value_heads": 5,
 }
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "larger": LARGER}
-PACED = ("mb4", "dp2 mb4", "pp2 mb2", "dp4 mb2", "pp4 mb2", "dp8", "pp4 dp2 mb2")
+AMONG_OTHERS = ("mb4", "dp2 mb4", "pp2 mb2", "dp4 mb2", "pp4 mb2", "dp8", "pp4 dp2 mb2")
 """Layouts of the larger model that show how a step goes among so many processes."""
 MORE = (SPLITS["zero"], "dp2 zero2 mb4", "dp2 mb4 recompute=full", "pp2 mb2 recompute=full")
 """And those that show what more memory ZeRO and recomputation take."""
@@ -71,7 +71,7 @@ MORE = (SPLITS["zero"], "dp2 zero2 mb4", "dp2 mb4 recompute=full", "pp2 mb2 reco
 def cases(processes: int) -> list[tuple[str, str]]:
     """The (model, layout) that are measured with up to so many processes."""
     dense = [text for name, text in SPLITS.items() if name != "ep"]
-    larger = (*PACED, *MORE)
+    larger = (*AMONG_OTHERS, *MORE)
     all_cases = [
         *(("dense", text) for text in (ALONE, UNSPLIT, *dense)),
         *(("mixture", text) for text in (UNSPLIT, SPLITS["ep"])),
@@ -121,11 +121,11 @@ def measure_step(model: str, text: str) -> list[Point]:
         [of_step - of_passes for of_step, of_passes in zip(*pair, strict=True)]
         for pair in ((whole.wall_s, passes.wall_s), (whole.cpu_s, passes.cpu_s))
     ]
-    what, of = ("pace", statistics.median) if model == "larger" else ("step", min)
+    what, of = ("larger_step", statistics.median) if model == "larger" else ("step", min)
     return [
         Point(what, sizes, of(whole.wall_s[WARM_UP:]), of(whole.cpu_s[WARM_UP:])),
         Point("outside", sizes, _steady(outside[0]), _steady(outside[1])),
-        Point("resident", grown, _steady(whole.wall_s), _steady(whole.cpu_s)),
+        Point("growth", grown, _steady(whole.wall_s), _steady(whole.cpu_s)),
     ]
 
 
@@ -210,74 +210,71 @@ def step_s(points: Sequence[Point], cluster: Cluster) -> float:
     return max(0.0, outside - planned(cluster, "dense", ALONE).optimizer_s)
 
 
-def call_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
-    """What the program takes around a message of each kind, beside the message: by how much more a
+def cpu_of(cluster: Cluster) -> Cpu:
+    """The CPU of a machine that has one."""
+    assert cluster.cpu is not None
+    return cluster.cpu
+
+
+def with_cpu(cluster: Cluster, **changes: object) -> Cluster:
+    """The machine with other numbers of its CPU."""
+    return replace(cluster, cpu=cpu_of(cluster).model_copy(update=changes))
+
+
+def call_seconds(points: Sequence[Point], cluster: Cluster) -> dict[Split, CallSeconds]:
+    """What the program does around a message of each kind, besides the message: by how much more a
     step with such messages differs from one without than is planned so far."""
-    records = []
+    found: dict[Split, CallSeconds] = {}
     for kind, text in SPLITS.items():
         model = "mixture" if kind == "ep" else "dense"
         split, plain = (_unplanned(points, cluster, model, each) for each in (text, UNSPLIT))
         calls = planned(cluster, model, text).calls[kind]
-        seconds = [max(0.0, (a - b) / calls) for a, b in zip(split, plain, strict=True)]
-        busy_s, wait_s = map(rounded, seconds)
-        records.append({"what": "call", "kind": kind, "busy_s": busy_s, "wait_s": wait_s})
-    return records
+        busy_s, wait_s = (
+            rounded(max(0.0, (a - b) / calls)) for a, b in zip(split, plain, strict=True)
+        )
+        found[kind] = CallSeconds(busy_s=busy_s, wait_s=wait_s)
+    return found
 
 
-RESIDENT = {"alone": True, "messages": True, "zero": False, "recompute": False}
-"""The kinds of what a process holds beside its tensors (`cores.Core.resident`): whether there are
-bytes beside the share of something. A kind is fitted with those before it known."""
+CAUSES: dict[Cause, bool] = {"alone": True, "messages": True, "zero": False, "recompute": False}
+"""The causes of memory besides tensors: whether it has bytes besides the share of something. One is
+fitted with those before it known."""
 
 
-def resident_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
+def process_overhead(points: Sequence[Point], cluster: Cluster) -> dict[Cause, ProcessOverhead]:
     """What processes grew by, and no tensor is planned to take: with the least squares of errors
     relative to all that they grew by."""
-    grown, found = _grown_bytes(points), dict[str, ProcessOverhead]()
-    for kind, has_bytes in RESIDENT.items():
-        cases = [case for case in grown if _resident_kind(case[1]) == kind]
-        known = _with_resident(cluster, found)
-        with_share = _with_resident(cluster, found | {kind: ProcessOverhead(0.0, 1.0)})
+    grown, found = _grown_bytes(points), dict[Cause, ProcessOverhead]()
+    for cause, has_bytes in CAUSES.items():
+        cases = [case for case in grown if _cause(case[1]) == cause]
+        share_of_one = {**found, cause: ProcessOverhead(bytes=0.0, share=1.0)}
+        known, unit = (with_cpu(cluster, overhead=each) for each in (found, share_of_one))
         planned = np.array([_planned_bytes(known, *case) for case in cases])
-        unit = np.array([_planned_bytes(with_share, *case) for case in cases]) - planned
+        more = np.array([_planned_bytes(unit, *case) for case in cases]) - planned
         measured = np.array([grown[case] for case in cases], dtype=float)
-        work = np.stack([np.full(len(cases), float(has_bytes)), unit], 1)
-        found[kind] = ProcessOverhead(
-            *least_relative_squares(work, measured - planned, measured).tolist()
-        )
-    return [_resident_record(kind, each) for kind, each in found.items()]
+        work = np.stack([np.full(len(cases), float(has_bytes)), more], 1)
+        size, share = least_relative_squares(work, measured - planned, measured).tolist()
+        found[cause] = ProcessOverhead(bytes=round(size), share=rounded(share))
+    return found
 
 
 def _grown_bytes(points: Sequence[Point]) -> dict[tuple[str, str], int]:
     """By model and layout: of the process that grew most."""
     grown: dict[tuple[str, str], int] = {}
     for point in points:
-        if point.what == "resident":
+        if point.what == "growth":
             case = str(point.sizes["model"]), str(point.sizes["layout"])
             grown[case] = max(grown.get(case, 0), int(point.sizes["bytes"]))
     return grown
 
 
-def _resident_kind(text: str) -> str:
+def _cause(text: str) -> Cause:
     layout = layout_of(text)
     if layout.zero:
         return "zero"
     if layout.recompute == "full":
         return "recompute"
     return "alone" if layout.world_size == 1 else "messages"
-
-
-def _resident_record(kind: str, each: ProcessOverhead) -> dict[str, Any]:
-    return {
-        "what": "resident",
-        "kind": kind,
-        "bytes": round(each.bytes),
-        "share": rounded(each.share),
-    }
-
-
-def _with_resident(cluster: Cluster, found: Mapping[str, ProcessOverhead]) -> Cluster:
-    records = [_resident_record(kind, each) for kind, each in found.items()]
-    return replace(cluster, operations=(*cluster.operations, *records))
 
 
 def _planned_bytes(cluster: Cluster, model: str, text: str) -> float:
@@ -287,28 +284,23 @@ def _planned_bytes(cluster: Cluster, model: str, text: str) -> float:
     return max(sum(stage[kind] for kind in KINDS) for stage in stages)
 
 
-def pace_records(points: Sequence[Point], cluster: Cluster) -> list[dict[str, Any]]:
+def slowdowns(points: Sequence[Point], cluster: Cluster) -> dict[int, float]:
     """By what factor all that is busy takes longer among so many processes than is planned so far:
     with which steps are planned as long as they took; the mean of layouts."""
     factors: dict[int, list[float]] = {}
     for point in points:
-        if point.what == "pace" and point.sizes["layout"] in PACED:
+        if point.what == "larger_step" and point.sizes["layout"] in AMONG_OTHERS:
             layout = layout_of(str(point.sizes["layout"]))
-            once, twice = (_paced_s(cluster, layout, factor) for factor in (1.0, 2.0))
+            once, twice = (_larger_step_s(cluster, layout, factor) for factor in (1.0, 2.0))
             factor = 1.0 + (point.wall_s - once) / (twice - once)
             factors.setdefault(layout.world_size, []).append(max(0.1, factor))
-    return [_pace_record(count, statistics.fmean(each)) for count, each in sorted(factors.items())]
+    return {count: rounded(statistics.fmean(each)) for count, each in sorted(factors.items())}
 
 
-def _pace_record(processes: int, factor: float) -> dict[str, Any]:
-    return {"what": "pace", "processes": processes, "factor": rounded(factor)}
-
-
-def _paced_s(cluster: Cluster, layout: Layout, factor: float) -> float:
-    """A step of the larger model as it is planned at a pace."""
-    record = _pace_record(layout.world_size, factor)
-    paced = replace(cluster, operations=(*cluster.operations, record))
-    return simulate(_job(paced, "larger", layout), [layout])[0].step_s
+def _larger_step_s(cluster: Cluster, layout: Layout, factor: float) -> float:
+    """A step of the larger model as it is planned with a slowdown."""
+    slower = with_cpu(cluster, slowdown={layout.world_size: factor})
+    return simulate(_job(slower, "larger", layout), [layout])[0].step_s
 
 
 def _unplanned(

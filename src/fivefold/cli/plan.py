@@ -342,7 +342,7 @@ def _save_timeline(request: "PlanRequest", layout: str, path: str) -> None:
 
 
 def _print_names(as_json: bool) -> None:
-    from fivefold.cluster.cluster import catalogue_names
+    from fivefold.cluster.load import catalogue_names
     from fivefold.model.huggingface.presets import preset_names
 
     known = {"models": preset_names(), "clusters": catalogue_names()}

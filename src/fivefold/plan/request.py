@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.cluster.cluster import MOST_DEVICES, Cluster, devices_of, load_cluster
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.load import devices_of, load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.notation import Layout, parse, stated
@@ -27,6 +28,7 @@ from fivefold.model.counts import count_parameters
 from fivefold.model.huggingface.presets import are_dimensions, read_model
 from fivefold.plan.engines import ENGINES, PRODUCT_BYTES, Job
 from fivefold.plan.search.constraints import Constraints, parse_named
+from fivefold.schema import MOST
 from fivefold.text import join_or
 
 USUAL_SEQUENCE_LENGTH = 4096
@@ -296,7 +298,7 @@ def _gpus(options: Options) -> int:
         raise UserError("plan needs --gpus, the number of devices, such as 1024")
     if gpus < 1:
         raise UserError(f"--gpus must be 1 or more, not {gpus}")
-    _refuse_above("--gpus", gpus, MOST_DEVICES, "devices")
+    _refuse_above("--gpus", gpus, MOST, "devices")
     return gpus
 
 

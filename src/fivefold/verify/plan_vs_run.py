@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cluster.cluster import Cluster, load_cluster
+from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.host import here_path
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.files import atomic_write
 from fivefold.layout.notation import Layout

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cluster.cluster import cluster_of, load_cluster
+from fivefold.cluster.load import cluster_of, load_cluster
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.config import LayerKind, ModelConfig, load_config
@@ -25,7 +25,7 @@ from fivefold.plan.memory.states import (
     stage_memory,
     verdict,
 )
-from tests.plan.cores import machine as cpu_machine
+from tests.plan.cpu import machine as cpu_machine
 
 GIB = 2**30
 DENSE, MOE = LayerKind(moe=False), LayerKind(moe=True)
@@ -424,10 +424,9 @@ def test_a_process_on_a_cpu_holds_beside_tensors_what_was_measured_of_its_kind(
 ) -> None:
     kinds = {"alone": (4e7, 0.1), "messages": (5e7, 0.2), "zero": (0, 3.0), "recompute": (0, 7.0)}
     file = cpu_machine()
-    file["operations"] += [
-        {"what": "resident", "kind": kind, "bytes": size, "share": part}
-        for kind, (size, part) in kinds.items()
-    ]
+    file["cpu"]["overhead"] = {
+        kind: {"bytes": size, "share": part} for kind, (size, part) in kinds.items()
+    }
     layout = parse(text)
     cluster = cluster_of(file, "cpu", "cpu", layout.world_size)
     job = Job(TINY, cluster, 48, 8, "fp32", ENGINES["fivefold"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.interop import EXPORTERS, export
 from fivefold.layout.legality import check
 from fivefold.layout.notation import parse

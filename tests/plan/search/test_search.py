@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.legality import check, legal
@@ -20,7 +20,6 @@ from fivefold.plan.search.least_memory import least_memory, smallest_gpus
 from fivefold.plan.search.lower_bound import Bound
 from fivefold.plan.search.ranking import DISTINCT, TIE_TOLERANCE, intricacy
 from fivefold.plan.search.search import SPARES, count_fitting, search
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 
@@ -38,7 +37,7 @@ def job(config=DENSE, gpus=16, cluster="dgx-h100", sequence_length=4096, global_
 def all_candidates(a_job: Job, constraints: Constraints) -> list[tuple[Layout, float]]:
     """Every candidate that fits, with its step time: no bound, no order of search."""
     choices = Choices.read(constraints.fix, constraints.forbid)
-    constants = Constants.of(a_job.cluster.device)
+    constants = a_job.cluster.device.constants
     limit = FITS * a_job.cluster.device.memory_bytes
     found = []
     for layouts in every_layout(a_job, choices, constraints.planned_schedules):
@@ -86,7 +85,7 @@ def test_the_search_finds_what_trying_all_layouts_finds(a_job: Job, monkeypatch)
 
 
 def test_many_layouts_at_once_and_one_by_one_are_the_same():
-    a_job, constants = job(gpus=4, global_batch=4), Constants.of(job().cluster.device)
+    a_job, constants = job(gpus=4, global_batch=4), job().cluster.device.constants
     constraints = Constraints(fix="zero1 ulysses1 mb1 recompute=full", top=1)
     by_one = {}
     for layouts in every_layout(a_job, Choices.read(constraints.fix)):
@@ -105,7 +104,7 @@ def test_many_layouts_at_once_and_one_by_one_are_the_same():
 @pytest.mark.parametrize("config", [DENSE, MIXTURE])
 def test_no_step_is_shorter_than_its_bound(config):
     a_job = job(config, gpus=32, global_batch=64)
-    constants = Constants.of(a_job.cluster.device)
+    constants = a_job.cluster.device.constants
     generator = np.random.default_rng(0)
     for layouts in every_layout(a_job, Choices.read()):
         if not len(layouts):

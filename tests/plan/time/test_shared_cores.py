@@ -17,13 +17,12 @@ from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate
 from fivefold.plan.search.constraints import Constraints
 from fivefold.plan.search.search import search
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import layer_operations
 from fivefold.plan.time.shared_cores import simulate as simulate_shared
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 from tests.parallel.dry import TINY
-from tests.plan.cores import cluster
+from tests.plan.cpu import cluster
 
 BIG = TINY | {"hidden_size": 240, "intermediate_size": 480, "head_dim": 20, "num_hidden_layers": 4}
 
@@ -229,5 +228,5 @@ def test_the_step_by_formula_waits_for_them_as_the_simulated_one() -> None:
             load_config(MIXTURE), machine, 128, 8, "fp32", ENGINES["fivefold"], imbalance=3.0
         )
         layouts = LayoutBatch.of([parse("dp4 ep4 mb2")])
-        time = estimate_time(uneven_job, layouts, Constants.of(machine.device))
+        time = estimate_time(uneven_job, layouts, machine.device.constants)
         assert time.step[0] == pytest.approx(uneven(cores, 3.0).step_time_s, rel=1e-6)

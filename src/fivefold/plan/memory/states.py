@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.cluster.cores import ProcessOverhead
+from fivefold.cluster.cpu import ProcessOverhead
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.model.config import TRAINED_FAMILIES, LayerKind, ModelConfig
@@ -262,11 +262,11 @@ class _Rank:
         return kinds
 
     def non_tensor_bytes(self, tensors: Numbers) -> tuple[Numbers, Numbers]:
-        """What a process on a CPU holds beside its tensors (`cores.Core.resident`): what lies idle
+        """What a process on a CPU holds beside its tensors (`cluster.cpu`): what lies idle
         between them, and the rest."""
-        layouts, resident = self.layouts, self.job.cluster.core.resident
+        layouts, overhead = self.layouts, self.job.cluster.core.overhead
         alone, messages, zero, recompute = (
-            resident.get(kind, ProcessOverhead(0.0, 0.0))
+            overhead.get(kind, ProcessOverhead(bytes=0.0, share=0.0))
             for kind in ("alone", "messages", "zero", "recompute")
         )
         single = layouts.world_size == 1

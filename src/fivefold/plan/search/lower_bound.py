@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.cluster.constants import Constants
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import ORDER
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.parallel.workload import ROLES, stage_work
 from fivefold.plan.engines import Job
 from fivefold.plan.time import accelerator as compute
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import (
     Numbers,
     embedding_operations,

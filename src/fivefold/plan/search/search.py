@@ -31,7 +31,6 @@ from fivefold.plan.search.least_memory import leanest
 from fivefold.plan.search.lower_bound import Bound
 from fivefold.plan.search.ranking import TIE_TOLERANCE, Best, in_order
 from fivefold.plan.search.space import Space, shared_out, smaller_spaces
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 
@@ -220,7 +219,7 @@ class _Timing:
 
     def __init__(self, space: Space, best: Best) -> None:
         self.job, self.choices, self.best = space.job, space.choices, best
-        self.constants = Constants.of(space.job.cluster.device)
+        self.constants = space.job.cluster.device.constants
         self.bound = Bound(space.job, self.constants, space.shapes)
 
     def add(self, layouts: Sequence[LayoutBatch], orders: slice) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fivefold.cluster.constants import Constants
 from fivefold.plan.engines import PRODUCT_BYTES, Job
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import Attention, Matmul, Numbers, Operations
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -102,7 +102,7 @@ def product_s(job: Job, constants: Constants, product: Matmul) -> Numbers:
     device = job.cluster.device
     low = product.quantized and job.is_low_precision
     precision = job.precision if low else device.half
-    peak = constants.product_flops(device, precision)
+    peak = device.matmul_flops(precision, constants)
     grouped = np.where(np.asarray(product.groups) > 1, constants.grouped, 1.0)
     rows = np.ceil(product.m / TILE_ROWS) * TILE_ROWS
     # Grouped products run one after the other, unless one kernel has the tiles of all.

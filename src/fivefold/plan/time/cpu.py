@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.cluster.cores import Core
+from fivefold.cluster.cpu import Cpu
 from fivefold.plan.engines import Job
 from fivefold.plan.time.accelerator import Seconds
 from fivefold.plan.time.operations import Attention, Matmul, Numbers, Operations
@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 def work_of(job: Job, operations: Operations) -> Floats:
-    """What a forward pass has to do: [5, n], in the order of `cores.Pass`. A backward pass is
+    """What a forward pass has to do: [5, n], in the order of `cluster.cpu.Pass`. A backward pass is
     counted in the same units: its rates are its own."""
     element, attention = job.element_bytes, operations.attention
     parts = (
@@ -51,7 +51,7 @@ PRODUCTS, ATTENTION, LIGHT = (
 )
 
 
-def seconds(job: Job, core: Core, operations: Operations) -> Seconds:
+def seconds(job: Job, core: Cpu, operations: Operations) -> Seconds:
     """The time of a layer's operations. Of the backward pass, half of the products are for the
     weights' gradients."""
     work = work_of(job, operations)

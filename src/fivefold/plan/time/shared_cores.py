@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.cluster.cluster import Cluster
-from fivefold.cluster.cores import message_s
 from fivefold.layout.actions import Action
 from fivefold.layout.batch import LayoutBatch
 from fivefold.ledger import Transfer
@@ -37,15 +36,15 @@ def message(cluster: Cluster, transfer: Transfer) -> Message:
     """A transfer with its busy seconds and those in which its rank waits."""
     # The ring's sends are swaps with both neighbours at once.
     op = "shift" if transfer.axis == "ring" else transfer.op
-    one = message_s(cluster.messages, op, transfer.group_size, transfer.payload_bytes)
+    one = cluster.core.message_s(op, transfer.group_size, transfer.payload_bytes)
     busy, wait, kind = one.busy, one.wait, kind_of(transfer)
     if kind in cluster.core.calls:
         around = cluster.core.calls[kind]
-        busy = busy + around.busy
+        busy = busy + around.busy_s
         # Ranks wait for the last of them, which was measured with a core for each. Where cores are
         # shared, those that wait leave them to the others, which are there the sooner.
         share = min(1.0, (cluster.cores or 1) / cluster.num_devices)
-        wait = wait + share * around.wait * (not overlaps_compute(transfer))
+        wait = wait + share * around.wait_s * (not overlaps_compute(transfer))
     if kind == "zero":
         busy = busy + ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
     if transfer.is_between_stages:

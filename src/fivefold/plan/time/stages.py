@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fivefold.cluster.constants import Constants
 from fivefold.layout.actions import is_table_file
 from fivefold.layout.batch import LayoutBatch, alike
 from fivefold.layout.notation import Layout
@@ -24,7 +25,6 @@ from fivefold.parallel.workload import role_rank, stage_counts
 from fivefold.plan.engines import Job
 from fivefold.plan.time import accelerator, shared_cores
 from fivefold.plan.time.breakdown import Rank, Time
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import layer_operations
 from fivefold.plan.time.step import estimate_time, operation_s, whole_step_s
 
@@ -50,7 +50,7 @@ class Simulated:
 
 def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
     """The times of legal layouts, in their order: much cheaper than estimates."""
-    constants = Constants.of(job.cluster.device)
+    constants = job.cluster.device.constants
     result: dict[int, Simulated] = {}
     for indices in alike(layouts):
         time = estimate_time(job, LayoutBatch.of([layouts[i] for i in indices]), constants)

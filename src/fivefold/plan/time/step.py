@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cluster.collectives import seconds as collective_s
+from fivefold.cluster.constants import Constants
 from fivefold.layout.batch import LayoutBatch
 from fivefold.ledger import Transfer
 from fivefold.model.config import LayerKind
@@ -32,7 +33,6 @@ from fivefold.plan.time import accelerator as compute
 from fivefold.plan.time import cpu as host
 from fivefold.plan.time import shared_cores as sharing
 from fivefold.plan.time.breakdown import Message, Passes, Rank, Row, Time, Traffic
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.operations import (
     Numbers,
     Operations,

@@ -7,13 +7,14 @@ from typing import Any
 
 import yaml
 
-from fivefold.cluster.cluster import Cluster, cluster_of
+from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.load import cluster_of
 
 PASS = {
-    "product_flop": 1e-11,
-    "product_byte": 0.0,
+    "matmul_flop": 1e-11,
+    "matmul_byte": 0.0,
     "attention_flop": 2e-11,
-    "light_byte": 2e-11,
+    "elementwise_byte": 2e-11,
     "operation": 1e-5,
 }
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
@@ -30,23 +31,20 @@ def machine(cores: int = 2, busy_s: float = 2e-4, wait_s: float = 3e-4) -> dict[
             "peak_tflops": {"fp32": 0.1},
         },
         "tiers": [{"name": "in the node", "bandwidth_gb_s": 2}],
-        "cores": cores,
-        "operations": [
-            {"what": "forward", **PASS},
-            {"what": "backward", **{name: 2 * value for name, value in PASS.items()}},
-            {
-                "what": "rest",
-                "copy_byte": 1e-11,
-                "optimizer_element": 2e-9,
-                "step": 1e-3,
-            },
-        ],
-        "messages": [
-            {"op": op, "ranks": ranks, "bytes": size, "busy_s": busy_s, "wait_s": wait_s}
-            for op in OPS
-            for ranks in (2, 8)
-            for size in (1, 2**40)
-        ],
+        "cpu": {
+            "cores": cores,
+            "forward": PASS,
+            "backward": {name: 2 * value for name, value in PASS.items()},
+            "copy_byte": 1e-11,
+            "optimizer_element": 2e-9,
+            "step": 1e-3,
+            "messages": [
+                {"op": op, "ranks": ranks, "bytes": size, "busy_s": busy_s, "wait_s": wait_s}
+                for op in OPS
+                for ranks in (2, 8)
+                for size in (1, 2**40)
+            ],
+        },
     }
 
 
