@@ -11,22 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
-from fivefold.layout.notation import Degrees, Layout
+from fivefold.layout.degrees import Degrees
+from fivefold.layout.notation import Layout
 from fivefold.layout.ranks import coordinates, group
-from fivefold.layout.stages import (
-    chunk_stage,
-    chunks_a_rank,
-    rank_stages,
-    split_layers,
-    split_layers_many,
-    stage_ranges,
-)
+from fivefold.layout.stages import chunks_a_rank, rank_stages
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.model.weights import (
     Weight,
@@ -34,6 +27,13 @@ from fivefold.model.weights import (
     embedding_weights,
     head_weights,
     layer_weights,
+)
+from fivefold.parallel.layer_counts import (
+    StageCounts,
+    held_counts,
+    pipelines,
+    role_rank,
+    stage_counts,
 )
 
 FP32 = 4
@@ -56,15 +56,19 @@ class RankCoordinates:
     kv: int = 0  # which kv head, when tp ranks hold copies
 
 
+NO_REMAINDER = RankCoordinates()
+"""The rank that has the largest part of every uneven split."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Elements of one weight on one rank, numbers or arrays [n]."""
 
-    local: Any  # without ZeRO
-    padded: Any  # of all ZeRO shards together as FSDP2 sends them, each as large as the largest
-    shard: Any  # of this rank's ZeRO shard: dimension 0 of what it holds, split once more
-    sharded: Any  # does ZeRO shard it?
-    gradient: Any  # of its gradient, once data parallelism has reduced it
+    local: Elementwise  # without ZeRO
+    padded: Elementwise  # of all ZeRO shards, each as large as the largest, as FSDP2 sends them
+    shard: Elementwise  # of this rank's ZeRO shard: dimension 0 of what it holds, split once more
+    sharded: Elementwise  # does ZeRO shard it?
+    gradient: Elementwise  # of its gradient, once data parallelism has reduced it
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Unit:
     """Weights that data parallelism treats together, such as those of one layer."""
 
     weights: tuple[tuple[Weight, int], ...]  # each with how often it is in the unit
-    count: Any  # of such units here
+    count: Elementwise  # of such units here
 
 
 @dataclass(frozen=True)
@@ -80,46 +84,48 @@ class RankWorkload:
     """Chunks of layers on one rank, in one optimizer step. Counts are numbers or arrays [n]."""
 
     config: ModelConfig
-    layout: Degrees  # Layout or Layouts
+    layout: Degrees  # Layout or LayoutBatch
     sequence_length: int  # tokens of a whole sequence
     element_bytes: int
-    layers: tuple[tuple[LayerKind, Any], ...]  # how many of each kind
-    recomputed: tuple[Any, ...]  # how many of each kind run forward again as a whole
-    chunks: Any  # how many chunks these are
-    sends_on: Any  # of the chunks, those whose next stage is on another rank
-    sends_back: Any  # those whose previous stage is on another rank
-    first: Any  # has the embedding
-    last: Any  # has the head
+    layers: tuple[tuple[LayerKind, Elementwise], ...]  # how many of each kind
+    recomputed: tuple[Elementwise, ...]  # how many of each kind run forward again as a whole
+    chunks: Elementwise  # how many chunks these are
+    sends_on: Elementwise  # of the chunks, those whose next stage is on another rank
+    sends_back: Elementwise  # those whose previous stage is on another rank
+    first: Elementwise  # has the embedding
+    last: Elementwise  # has the head
     place: RankCoordinates
     mtp: bool = False  # are the multi-token-prediction modules trained?
     flat: bool = False  # ZeRO shards one flat buffer, as other programs do, not each weight's rows
 
-    def count_layers(self, which: Callable[[LayerKind], bool] = lambda kind: True) -> Any:
+    def count_layers(self, which: Callable[[LayerKind], bool] = lambda kind: True) -> Elementwise:
         """Layers of the kinds that `which` chooses."""
         return sum(count for kind, count in self.layers if which(kind))
 
-    def count_recomputed(self, which: Callable[[LayerKind], bool] = lambda kind: True) -> Any:
+    def count_recomputed(
+        self, which: Callable[[LayerKind], bool] = lambda kind: True
+    ) -> Elementwise:
         """Those of them that are recomputed in the backward pass."""
         pairs = zip(self.layers, self.recomputed, strict=True)
         return sum(count for (kind, _), count in pairs if which(kind))
 
     @property
-    def micro_batches(self) -> Any:
+    def micro_batches(self) -> Elementwise:
         """Micro-batches that go through each chunk: all, or half of them come from either end."""
         return self.layout.accumulation // (1 + self.layout.is_bidirectional)
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> Elementwise:
         """Tokens of one micro-batch on one context-parallel rank."""
         return self.layout.micro_batch * self.sequence_length // self.layout.cp
 
     @property
-    def hidden_bytes(self) -> Any:
+    def hidden_bytes(self) -> Elementwise:
         """B: bytes of one micro-batch's hidden states on one context-parallel rank."""
         return self.tokens * self.config.hidden_size * self.element_bytes
 
     @property
-    def mtp_layers(self) -> Any:
+    def mtp_layers(self) -> Elementwise:
         """Multi-token-prediction modules, each with an embedding lookup and a head of its own."""
         return self.count_layers(lambda kind: kind.mtp)
 
@@ -129,7 +135,7 @@ class RankWorkload:
         return self.config.tied_embeddings or (self.mtp and self.config.mtp_layers > 0)
 
     @property
-    def has_tied_embedding_copy(self) -> Any:
+    def has_tied_embedding_copy(self) -> Elementwise:
         """Is here the last stage's copy of an embedding that the first stage has too?
 
         On a rank that has both stages of a V, multi-token prediction shares the embedding
@@ -139,7 +145,7 @@ class RankWorkload:
         return self.last & (apart | (self.layout.is_v_shaped & self.config.tied_embeddings))
 
     @property
-    def reduces_tied_embedding(self) -> Any:
+    def reduces_tied_embedding(self) -> Elementwise:
         """Is the embedding's gradient summed over the first and the last pipeline rank?"""
         apart = np.logical_not(self.layout.first_and_last_share_rank) & self.shares_embedding
         return (self.first | self.last) & apart
@@ -147,7 +153,7 @@ class RankWorkload:
     @cached_property
     def units(self) -> tuple[list[Unit], list[Unit], list[Unit]]:
         """The weights: of the layers, of the layers' experts, and of what is outside the layers."""
-        alike: dict[tuple[tuple[Weight, int], ...], Any] = {}
+        alike: dict[tuple[tuple[Weight, int], ...], Elementwise] = {}
         for kind, count in self.layers:
             weights = _weights_of_layer(self.config, LayerKind(kind.moe, mtp=kind.mtp))
             alike[weights] = alike.get(weights, 0) + count
@@ -175,18 +181,18 @@ class RankWorkload:
     def total(
         self,
         units: Iterable[Unit],
-        elements: Callable[[Sizes], Any],
+        elements: Callable[[Sizes], Elementwise],
         which: Callable[[Weight], bool] = lambda weight: True,
-    ) -> Any:
+    ) -> Elementwise:
         """The sum of `elements` of all weights of the units that `which` chooses."""
         return sum(unit.count * self.unit_total(unit, elements, which) for unit in units)
 
     def unit_total(
         self,
         unit: Unit,
-        elements: Callable[[Sizes], Any],
+        elements: Callable[[Sizes], Elementwise],
         which: Callable[[Weight], bool] = lambda weight: True,
-    ) -> Any:
+    ) -> Elementwise:
         """The sum of `elements` of the weights of one unit."""
         return sum(
             times * elements(self.sizes(weight)) for weight, times in unit.weights if which(weight)
@@ -206,37 +212,24 @@ def rank_work(
 ) -> list[RankWorkload]:
     """The chunks of one rank: one, or vpp of them. `precision`: "fp32" or "bf16"."""
     here = coordinates(layout, rank)
-    ranges = stage_ranges(layout.layers or split_layers(config.num_layers, layout.stages))
     place = RankCoordinates(
         tp=here["tp"],
         dp_shard=group(layout, "dp_shard_cp", rank).index(rank),
         edp_shard=group(layout, "edp_shard", rank).index(rank),
         kv=here["tp"] // kv_copies(layout, config),
     )
-    works = []
-    for stage in rank_stages(layout, here["pp"]):
-        first, last = stage == 0, stage == layout.stages - 1
-        begin, end = ranges[stage].start, ranges[stage].stop
-        layers, recomputed = _count_kinds(config, layout, begin, end, last if mtp else None)
-        sends_on, sends_back = _sends(layout, stage)
-        works.append(
-            RankWorkload(
-                config=config,
-                layout=layout,
-                sequence_length=sequence_length,
-                element_bytes=ELEMENT_BYTES[precision],
-                layers=layers,
-                recomputed=recomputed,
-                chunks=1,
-                sends_on=int(sends_on),
-                sends_back=int(sends_back),
-                first=first,
-                last=last,
-                place=place,
-                mtp=mtp,
-            )
+    return [
+        _work_of(
+            config,
+            layout,
+            sequence_length,
+            precision,
+            stage_counts(config, layout, stage, mtp),
+            place=place,
+            mtp=mtp,
         )
-    return works
+        for stage in rank_stages(layout, here["pp"])
+    ]
 
 
 def stage_work(
@@ -255,10 +248,10 @@ def stage_work(
     """
     # Few pipelines differ, however many layouts there are: what the chunks hold is counted once
     # for each of them.
-    pipelines, number = _pipelines(layouts)
-    held = _held(config, pipelines, role_rank(config, pipelines, role), mtp)
-    held = {name: np.asarray(count)[number] for name, count in held.items()}
-    return _work_of(config, layouts, sequence_length, precision, held, mtp, flat)
+    different, number = pipelines(layouts)
+    held = held_counts(config, different, role_rank(config, different, role), mtp)
+    held = held.combine(lambda count: np.asarray(count)[number])
+    return _work_of(config, layouts, sequence_length, precision, held, mtp=mtp, flat=flat)
 
 
 def pipeline_work(
@@ -271,175 +264,58 @@ def pipeline_work(
 ) -> RankWorkload:
     """All chunks of each pipeline rank of one layout together: arrays [pp], from rank 0 on."""
     ranks = LayoutBatch.of([layout]).take(np.zeros(layout.pp, np.int64))
-    held = _held(config, ranks, np.arange(layout.pp), mtp)
-    return _work_of(config, ranks, sequence_length, precision, held, mtp, flat)
-
-
-def stage_counts(config: ModelConfig, layout: Layout, mtp: bool) -> dict[Any, NDArray[Any]]:
-    """What each virtual stage of one layout holds, arrays [stages]: the layers of a kind by
-    ("layers", kind), those of them that are recomputed by ("recomputed", kind)."""
-    stages = LayoutBatch.of([layout]).take(np.zeros(layout.stages, np.int64))
-    return _chunk_counts(config, stages, np.arange(layout.stages), mtp)
-
-
-def _held(
-    config: ModelConfig, layouts: LayoutBatch, rank: NDArray[np.int64], mtp: bool
-) -> dict[Any, NDArray[Any]]:
-    """The counts of all chunks of one pipeline rank of each layout."""
-    sums: dict[Any, Any] = {}
-    for chunk in range(int(chunks_a_rank(layouts).max(initial=1))):
-        exists = chunk < chunks_a_rank(layouts)
-        counts = _chunk_counts(config, layouts, chunk_stage(layouts, rank, chunk), mtp)
-        for name, count in counts.items():
-            sums[name] = sums.get(name, 0) + count * exists
-    return sums
+    held = held_counts(config, ranks, np.arange(layout.pp), mtp)
+    return _work_of(config, ranks, sequence_length, precision, held, mtp=mtp, flat=flat)
 
 
 def _work_of(
     config: ModelConfig,
-    layouts: LayoutBatch,
+    layout: Degrees,
     sequence_length: int,
     precision: str,
-    held: dict[Any, NDArray[Any]],
-    mtp: bool,
-    flat: bool = False,
+    held: StageCounts,
+    place: RankCoordinates = NO_REMAINDER,
+    **flags: bool,
 ) -> RankWorkload:
-    kinds = [name[1] for name in held if name[0] == "layers"]
     return RankWorkload(
         config=config,
-        layout=layouts,
+        layout=layout,
         sequence_length=sequence_length,
         element_bytes=ELEMENT_BYTES[precision],
-        layers=tuple((kind, held["layers", kind]) for kind in kinds),
-        recomputed=tuple(held["recomputed", kind] for kind in kinds),
-        chunks=chunks_a_rank(layouts),
-        sends_on=held["sends_on"],
-        sends_back=held["sends_back"],
-        first=held["first"] > 0,
-        last=held["last"] > 0,
-        place=RankCoordinates(),
-        mtp=mtp,
-        flat=flat,
+        layers=tuple(held.layers.items()),
+        recomputed=tuple(held.recomputed.values()),
+        chunks=1 if isinstance(layout, Layout) else chunks_a_rank(layout),
+        sends_on=held.sends_on * 1,
+        sends_back=held.sends_back * 1,
+        first=held.first > 0,
+        last=held.last > 0,
+        place=place,
+        **flags,
     )
-
-
-def role_rank(config: ModelConfig, layout: Degrees, role: str) -> Any:
-    """The pipeline rank that stands for a role: a number or an array [n].
-
-    The middle rank is the second, or where the model begins with dense layers before its mixtures
-    the first of those in the middle that hold mixtures: no other has more layers or activations.
-    """
-    if role != "middle":
-        return 0 if role == "first" else layout.pp - 1
-    leading = next((i for i in range(config.num_layers) if config.is_moe(i)), 0)
-    rank = np.minimum(1, layout.pp - 1)
-    for _ in range(leading):  # a stage has a layer or more
-        begin, _ = layer_range(config, layout, rank)
-        rank = rank + ((begin < leading) & (rank < layout.pp - 2))
-    return rank
-
-
-def _pipelines(layouts: LayoutBatch) -> tuple[LayoutBatch, NDArray[np.int64]]:
-    """The layouts that differ in what their pipeline ranks hold, and which of them each one is."""
-    placement = layouts.is_v_shaped + 2 * layouts.is_bidirectional
-    full = (layouts.recompute == "full") * (1 + layouts.recompute_layers)
-    code = np.zeros(len(layouts), np.int64)
-    for column in (layouts.pp, layouts.vpp, placement, full):
-        code = code * (column.max(initial=0) + 1) + column
-    _, index, number = np.unique(code, return_index=True, return_inverse=True)
-    return layouts.take(index), number
-
-
-def _chunk_counts(
-    config: ModelConfig, layouts: LayoutBatch, stage: NDArray[np.int64], mtp: bool
-) -> dict[Any, Any]:
-    """What virtual stage `stage` of each layout adds to the counts of its rank."""
-    begin, end = layer_range(config, layouts, stage)
-    first, last = stage == 0, stage == layouts.stages - 1
-    layers, recomputed = _count_kinds(config, layouts, begin, end, last if mtp else None)
-    sends_on, sends_back = _sends(layouts, stage)
-    return {
-        "first": first,
-        "last": last,
-        "sends_on": sends_on,
-        "sends_back": sends_back,
-        **{("layers", kind): count for kind, count in layers},
-        **{("recomputed", kind): n for (kind, _), n in zip(layers, recomputed, strict=True)},
-    }
-
-
-def layer_range(config: ModelConfig, layout: Degrees, stage: Any) -> tuple[Any, Any]:
-    """The layers first to end - 1 of a virtual stage, elementwise."""
-    if layout.layers is None:
-        return split_layers_many(config.num_layers, layout.stages, stage)
-    ends = np.cumsum([0, *layout.layers])
-    # A chunk that a rank does not have may be asked about too.
-    stage = np.minimum(stage, len(layout.layers) - 1)
-    return ends[stage], ends[stage + 1]
-
-
-def _sends(layout: Degrees, stage: Any) -> tuple[Any, Any]:
-    """Do a stage's neighbours, the next and the one before it, live on another rank?
-
-    They do in every pipeline, but where a V turns: rank pp - 1 holds stages pp - 1 and pp.
-    """
-    on = (stage < layout.stages - 1) & np.logical_not(layout.is_v_shaped & (stage == layout.pp - 1))
-    back = (stage > 0) & np.logical_not(layout.is_v_shaped & (stage == layout.pp))
-    return on & (layout.pp > 1), back & (layout.pp > 1)
-
-
-def _count_kinds(
-    config: ModelConfig, layout: Degrees, begin: Any, end: Any, mtp_here: Any | None
-) -> tuple[tuple[tuple[LayerKind, Any], ...], tuple[Any, ...]]:
-    """How many layers from `begin` to `end - 1` there are of each kind, and how many of them are
-    recomputed: the first `recompute_layers`, or all. `mtp_here`: do the multi-token-prediction
-    modules come after them? None where they are not trained."""
-    first_layers = layout.recompute_layers
-    counted = np.where(first_layers == 0, config.num_layers, first_layers)
-    full = layout.recompute == "full"
-    recomputed_end = np.where(full, np.minimum(begin + counted, end), begin)
-    layers, recomputed = [], []
-    for kind, before in _layers_before(config):
-        layers.append((kind, before[end] - before[begin]))
-        recomputed.append(before[recomputed_end] - before[begin])
-    if mtp_here is not None and config.mtp_layers:
-        modules = config.mtp_layers * mtp_here
-        layers.append((config.mtp_kind, modules))
-        recomputed.append(modules * (full & (first_layers == 0)))
-    return tuple(layers), tuple(recomputed)
-
-
-@lru_cache(maxsize=64)
-def _layers_before(config: ModelConfig) -> list[tuple[LayerKind, NDArray[np.int64]]]:
-    """For each kind, how many of the layers before layer i are of it: [num_layers + 1]."""
-    return [
-        (kind, np.cumsum([0, *(each == kind for each in config.layer_kinds)]))
-        for kind in dict.fromkeys(config.layer_kinds)
-    ]
 
 
 # Sizes of weights
 
 
-def kv_copies(layout: Degrees, config: ModelConfig) -> Any:
+def kv_copies(layout: Degrees, config: ModelConfig) -> Elementwise:
     """How many tp ranks hold a copy of one kv head: more than one where heads are too few."""
     return np.maximum(1, layout.tp // config.num_kv_heads)
 
 
-def shard_degree(layout: Degrees, expert: bool) -> Any:
+def shard_degree(layout: Degrees, expert: bool) -> Elementwise:
     """Over how many ranks ZeRO shards a weight."""
     return layout.edp_shard if expert else layout.dp_shard * layout.cp
 
 
-def part(size: Any, parts: Any, index: Any) -> Any:
+def part(size: Elementwise, parts: Elementwise, index: Elementwise) -> Elementwise:
     """Rows in part `index` of torch.chunk's split: ceil(size / parts), the last ones fewer."""
     rows = -(-size // parts)
     return np.clip(size - rows * index, 0, rows)
 
 
-def local_shape(weight: Weight, work: RankWorkload) -> tuple[Any, ...]:
+def local_shape(weight: Weight, work: RankWorkload) -> tuple[Elementwise, ...]:
     """The shape of a weight that one rank holds (without ZeRO)."""
-    layout, config, shape = work.layout, work.config, list[Any](weight.shape)
+    layout, config, shape = work.layout, work.config, list[Elementwise](weight.shape)
     if weight.split == "rows":
         shape[0] = part(shape[0], layout.tp, work.place.tp)
     elif weight.split == "columns":
@@ -473,7 +349,7 @@ def _sizes_of(work: RankWorkload, weight: Weight) -> Sizes:
     )
 
 
-def choose(condition: Any, yes: Any, no: Any) -> Any:
+def choose(condition: Elementwise, yes: Elementwise, no: Elementwise) -> Elementwise:
     """`yes` where the condition holds, else `no`: elementwise, and a number for numbers."""
     return np.where(condition, yes, no)[()]
 

@@ -26,7 +26,8 @@ from fivefold.model.weights import (
     layer_weights,
 )
 from fivefold.parallel.data.memory import after_step
-from fivefold.parallel.workload import FP32, RankWorkload, layer_range, shard_degree
+from fivefold.parallel.layer_counts import layer_range
+from fivefold.parallel.workload import FP32, RankWorkload, shard_degree
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.native_layers import INT64, Passes, Sizes, layer_passes
 from fivefold.plan.memory.native_schedule import Moment, moments

@@ -20,8 +20,8 @@ from fivefold.layout.batch import LayoutBatch, alike
 from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.model.config import LayerKind
+from fivefold.parallel.layer_counts import all_stage_counts, role_rank
 from fivefold.parallel.pipeline import schedules, simulation
-from fivefold.parallel.workload import role_rank, stage_counts
 from fivefold.plan.engines import Job
 from fivefold.plan.time import accelerator, shared_cores
 from fivefold.plan.time.breakdown import Rank, Time
@@ -133,12 +133,12 @@ class Stages:
 
     def _stage_compute(self) -> NDArray[np.float64]:
         """Compute seconds [stage, 4] of the layers, those of multi-token prediction included."""
-        counts = stage_counts(self.job.config, self.layout, self.job.mtp)
+        counts = all_stage_counts(self.job.config, self.layout, self.job.mtp)
         seconds = np.zeros((self.layout.stages, 4))
-        for kind in (name[1] for name in counts if name[0] == "layers"):
+        for kind in counts.layers:
             layer = self._layer_compute(kind)
-            seconds += np.outer(counts["layers", kind], layer)
-            seconds[:, RECOMPUTE] += counts["recomputed", kind] * layer[FORWARD]
+            seconds += np.outer(counts.layers[kind], layer)
+            seconds[:, RECOMPUTE] += counts.recomputed[kind] * layer[FORWARD]
         return seconds
 
     def _layer_compute(self, kind: LayerKind) -> NDArray[np.float64]:
