@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.train import launch as launch_module
-from fivefold.train.failures import WorkerFailure, where
+from fivefold.train.failures import WorkerFailure, status
 from fivefold.train.launch import launch
 
 CALL = "all_reduce of 4,096 bytes over tp"
@@ -125,9 +125,9 @@ def fail_on_rank_2(fail: Callable[[], object]) -> None:
     """All meet in an all_reduce; then rank 2 fails while the others wait for it in another."""
     rank = dist.get_rank()
     buffer = torch.ones(1024)
-    where.coordinates = f"pp{rank // 2} tp{rank % 2}"
-    where.step = 12
-    where.doing = CALL
+    status.coordinates = f"pp{rank // 2} tp{rank % 2}"
+    status.step = 12
+    status.doing = CALL
     dist.all_reduce(buffer)
     if rank == 2:
         fail()
@@ -200,10 +200,16 @@ def test_a_user_error_comes_out_with_its_own_sentence() -> None:
     assert str(caught.value) == "7 heads over tp 2: use 8"
 
 
+def test_output_that_nobody_reads_is_no_failure_of_a_worker() -> None:
+    """As in `fivefold train run.yaml | head`."""
+    with pytest.raises(BrokenPipeError):
+        launch(fail_on_rank_2, 4, lambda: raise_error(BrokenPipeError(32, "Broken pipe")))
+
+
 def test_a_hang_shows_where_each_rank_stands_and_the_odd_one_first() -> None:
     def stall() -> None:
-        where.step = 11
-        where.doing = "forward"
+        status.step = 11
+        status.doing = "forward"
         time.sleep(60)
 
     failure = failure_on_rank_2(stall, timeout_s=2)
@@ -225,13 +231,13 @@ def test_a_hang_shows_the_rank_that_finished_early() -> None:
         launch(leave_early, 3, timeout_s=1)
 
 
-def test_text_too_long_for_where_is_cut() -> None:
+def test_text_too_long_for_the_status_is_cut() -> None:
     def write() -> tuple[str, str, int | None]:
-        where.doing = "é" * 300
-        where.coordinates = "c" * 300
-        where.step = 3
-        where.step = None
-        return where.doing, where.coordinates, where.step
+        status.doing = "é" * 300
+        status.coordinates = "c" * 300
+        status.step = 3
+        status.step = None
+        return status.doing, status.coordinates, status.step
 
     assert launch(write, 1) == [("é" * 128, "c" * 96, None)]
 

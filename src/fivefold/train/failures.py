@@ -1,12 +1,13 @@
-"""Where the processes of a run are, and what is said when one fails.
+"""What the processes of a run are doing, and the error that is reported when one fails.
 
-Every worker writes where it is into `where`, memory it shares with its parent, so that the parent
-can say in which step and call a worker was even when the kernel killed it without a word.
+Every worker writes its step and call into `status`, memory it shares with its parent, so the parent
+can report them even for a worker that the kernel killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import re
 import time
 import traceback
@@ -18,8 +19,8 @@ GRACE_S = 1.0
 """How long after the first failure to listen for the one that caused it."""
 
 
-class WhereRecord(ctypes.Structure):
-    """The shared memory of a `Where`."""
+class StatusRecord(ctypes.Structure):
+    """The shared memory of a `WorkerStatus`."""
 
     _fields_ = [
         ("coordinates", ctypes.c_char * 96),
@@ -28,11 +29,11 @@ class WhereRecord(ctypes.Structure):
     ]
 
 
-class Where:
-    """Where a worker is. Writing a field costs well under a microsecond and takes no lock; text
-    that is too long for the record (96 and 256 bytes) is cut."""
+class WorkerStatus:
+    """What a worker is doing. Writing a field takes well under a microsecond and no lock; text that
+    is too long for the record (96 and 256 bytes) is cut."""
 
-    def __init__(self, record: WhereRecord) -> None:
+    def __init__(self, record: StatusRecord) -> None:
         self.record = record
 
     @property
@@ -62,13 +63,14 @@ class Where:
         self.record.doing = text.encode()[:256]
 
 
-where = Where(WhereRecord(b"", -1, b""))
-"""Where this process is. The training loop and the collectives keep it up to date."""
+status = WorkerStatus(StatusRecord(b"", -1, b""))
+"""That of this process. The training loop and the collectives keep it up to date."""
 
 
 class WorkerFailure(Exception):
-    """A worker failed. The message says which one, where it was, and why; errors that this failure
-    caused in other workers are left out. `traceback` is the worker's, or "" if it left none."""
+    """A worker failed. The message says which one, in which step and call, and why; errors that
+    this failure caused in other workers are left out. `traceback` is the worker's, or "" if it left
+    none."""
 
     def __init__(self, message: str, rank: int, traceback: str) -> None:
         super().__init__(message)
@@ -82,7 +84,7 @@ DIED, RAISED, TIMED_OUT, CUT_OFF = range(4)
 
 @dataclass(frozen=True)
 class Failure:
-    """What one process tells of its end, or its parent of it."""
+    """How one process ended, reported by itself or by its parent."""
 
     rank: int
     kind: int  # DIED, RAISED, TIMED_OUT or CUT_OFF
@@ -91,7 +93,8 @@ class Failure:
     error: str = ""
     traceback: str = ""
     is_user_error: bool = False
-    hung: bool = False  # the cause may be where other ranks stand
+    is_closed_output: bool = False  # nobody reads what it prints
+    hung: bool = False  # the cause may be what other ranks are doing
 
 
 _SAYS_TIMED_OUT = re.compile(r"time[d ]?-? ?out", re.IGNORECASE)
@@ -120,15 +123,18 @@ def describe(rank: int, error: BaseException) -> Failure:
         error=message if isinstance(error, UserError) else f"{type(error).__name__}: {message}",
         traceback="".join(traceback.format_exception(error)),
         is_user_error=isinstance(error, UserError),
+        is_closed_output=isinstance(error, BrokenPipeError),
         hung=kind in (TIMED_OUT, CUT_OFF),
     )
 
 
-def explain(culprit: Failure, at: Where, standings: str = "") -> Exception:
-    """What to raise for a failure of the rank that is (or was) at `at`: the worker's UserError as
-    it is, else a WorkerFailure. `standings` tells where the other ranks are."""
+def explain(culprit: Failure, at: WorkerStatus, report: str = "") -> Exception:
+    """What to raise for a failure of the rank with status `at`: the worker's UserError or
+    BrokenPipeError as it is, else a WorkerFailure. `report` tells what all ranks are doing."""
     if culprit.is_user_error:
         return UserError(culprit.error)
+    if culprit.is_closed_output:
+        return BrokenPipeError(errno.EPIPE, culprit.error)
     message = f"{_name(culprit.rank, at)} {culprit.what}"
     if at.step is not None:
         message += f" in step {at.step}"
@@ -136,20 +142,20 @@ def explain(culprit: Failure, at: Where, standings: str = "") -> Exception:
         message += f" during {at.doing}"
     if culprit.error:
         message += f": {culprit.error}"
-    if standings:
-        message += "\n" + standings
+    if report:
+        message += "\n" + report
     return WorkerFailure(message, culprit.rank, culprit.traceback)
 
 
-def _name(rank: int, at: Where) -> str:
+def _name(rank: int, at: WorkerStatus) -> str:
     return f"rank {rank} ({at.coordinates})" if at.coordinates else f"rank {rank}"
 
 
-def describe_standings(places: list[Where]) -> str:
-    """One line for each place where ranks stand, the fewest ranks first: in a hang the odd one
-    out is usually the one that the others wait for."""
+def worker_report(statuses: list[WorkerStatus]) -> str:
+    """One line per step and call, the one with the fewest ranks first: in a hang the odd one out is
+    usually the one that the others wait for."""
     groups: dict[tuple[int | None, str], list[str]] = {}
-    for rank, at in enumerate(places):
+    for rank, at in enumerate(statuses):
         groups.setdefault((at.step, at.doing), []).append(_name(rank, at))
     lines = []
     for (step, doing), names in sorted(groups.items(), key=lambda group: len(group[1])):

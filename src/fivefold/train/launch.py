@@ -31,12 +31,12 @@ from fivefold.train.failures import (
     DIED,
     GRACE_S,
     Failure,
-    Where,
-    WhereRecord,
+    StatusRecord,
+    WorkerStatus,
     describe,
-    describe_standings,
     explain,
-    where,
+    status,
+    worker_report,
 )
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ def launch(
     Each worker has a process group (gloo on "cpu", NCCL with one GPU a rank on "cuda") whose
     collectives give up after `timeout_s` seconds. Results must be picklable; so must `function`
     and `args` where workers are spawned. If a worker raises, exits or is killed, all are ended
-    within seconds, and `WorkerFailure` says what happened where; a worker's UserError comes out
-    as it is. Ctrl-C ends the workers and comes out as KeyboardInterrupt.
+    within seconds, and `WorkerFailure` says what happened; a worker's UserError or BrokenPipeError
+    is raised as it is. Ctrl-C ends the workers and raises KeyboardInterrupt.
     """
     check_machine(world_size, device)
     preload()
     context = _context(device)
-    records = RawArray(WhereRecord, [(b"", -1, b"start-up")] * world_size)
+    records = RawArray(StatusRecord, [(b"", -1, b"start-up")] * world_size)
     processes: list[BaseProcess] = []
     pipes: list[connection.Connection] = []
     with tempfile.TemporaryDirectory(prefix="fivefold-") as directory:
@@ -91,7 +91,7 @@ def launch(
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
-            results = _collect(processes, pipes, [Where(record) for record in records])
+            results = _collect(processes, pipes, [WorkerStatus(record) for record in records])
             for pipe in pipes:
                 with suppress(OSError):
                     pipe.send_bytes(b"all done")
@@ -153,7 +153,7 @@ class _Worker:
     device: str
     timeout_s: float
     directory: str  # private to this launch; the workers find each other through a file in it
-    records: ctypes.Array[WhereRecord]
+    records: ctypes.Array[StatusRecord]
     pipe: connection.Connection
     parent: int  # process id
 
@@ -161,13 +161,13 @@ class _Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _end_with_parent(self.parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the terminal's input is the parent's
-        where.record = self.records[self.rank]
+        status.record = self.records[self.rank]
         try:
             self._make_process_group()
-            where.doing = ""
+            status.doing = ""
             # Plain pickle copies a tensor; Connection.send would open shared memory for each.
             answer = pickle.dumps([function(*args)])
-            where.doing = "finished"
+            status.doing = "finished"
         except BaseException as error:  # SystemExit and CheckpointException are no Exceptions
             answer = pickle.dumps(describe(self.rank, error))
         with suppress(OSError):
@@ -230,7 +230,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _collect(
-    processes: list[BaseProcess], pipes: list[connection.Connection], places: list[Where]
+    processes: list[BaseProcess], pipes: list[connection.Connection], statuses: list[WorkerStatus]
 ) -> list[Any]:
     """Wait for all workers: their results by rank, or the failure that came first."""
     results: dict[int, Any] = {}
@@ -251,8 +251,8 @@ def _collect(
                 [results[rank]] = answer
     if failures:
         culprit = min(failures, key=lambda it: (it.kind, it.time_s))
-        standings = describe_standings(places) if culprit.hung else ""
-        raise explain(culprit, places[culprit.rank], standings)
+        report = worker_report(statuses) if culprit.hung else ""
+        raise explain(culprit, statuses[culprit.rank], report)
     return [results[rank] for rank in sorted(results)]
 
 

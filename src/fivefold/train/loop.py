@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.files import atomic_write
 from fivefold.model.counts import flops_per_token
 from fivefold.train.data import Samples, data_hash
-from fivefold.train.failures import where
+from fivefold.train.failures import status
 from fivefold.train.launch import launch
 from fivefold.train.learning_rate import learning_rate
 from fivefold.train.metrics import (
@@ -147,14 +147,14 @@ def train_rank(
 
     run, finished = prepared.run, start.step if start else 0
     memory_before = begin_peak_memory()
-    where.doing = "building the model"
+    status.doing = "building the model"
     trainer = make_trainer(prepared, run.optimizer, run.precision)
     if start is not None:
-        where.doing = f"loading {start.folder.name}"
+        status.doing = f"loading {start.folder.name}"
         checkpoint.load(trainer, start)
     first_lines = header(prepared, trainer)
     reporter = _reporter(prepared, finished, first_lines) if dist.get_rank() == 0 else None
-    where.doing = ""
+    status.doing = ""
     averages = StepAverages()
     recorder = TimelineRecorder(run, trainer.axes, finished, write_timeline)
     try:
@@ -224,26 +224,26 @@ def _steps(trainer: Trainer, run: Run, start: Saved | None) -> Iterator[StepMetr
     finished, tokens = (start.step, start.tokens) if start else (0, 0)
     skips = 0
     while finished < run.steps:
-        where.step = finished + 1
+        status.step = finished + 1
         began = time.perf_counter()
         rate = learning_rate(finished, run)
         result = trainer.step(finished, rate)
         finished += 1
         tokens += result.tokens
         metrics = _metrics(finished, rate, result, time.perf_counter() - began)
-        where.doing = ""
+        status.doing = ""
         yield metrics
         skips = skips + 1 if result.skipped else 0
         if skips == MAX_SKIPS:
             raise UserError(_diverged(finished, result, run))
         every = run.checkpoint.every
         if every is not None and (finished % every == 0 or finished == run.steps):
-            where.doing = "saving a checkpoint"
+            status.doing = "saving a checkpoint"
             folder = checkpoints(run)
             checkpoint.save(trainer, finished, tokens, learning_rate(finished, run), folder)
             if trainer.axes.rank == 0:
                 checkpoint.prune(folder, run.checkpoint.keep)
-            where.doing = ""
+            status.doing = ""
 
 
 def _metrics(finished: int, rate: float, result: StepResult, seconds: float) -> StepMetrics:

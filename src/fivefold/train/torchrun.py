@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError
-from fivefold.train.failures import CUT_OFF, GRACE_S, describe, explain, where
+from fivefold.train.failures import CUT_OFF, GRACE_S, describe, explain, status
 from fivefold.train.launch import init_process_group
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def describe_here(rank: int, error: Exception) -> Exception:
     if failure.kind == CUT_OFF:
         # Another rank's failure, which is the one to read. Let torchrun end this process first.
         time.sleep(5 * GRACE_S)
-    return explain(failure, where)
+    return explain(failure, status)
 
 
 def _number(name: str) -> int:

@@ -31,7 +31,7 @@ from fivefold.parallel.shards import Shards, materialise, split_weights
 from fivefold.parallel.tensor import run as tensor
 from fivefold.step_trace import StepTrace
 from fivefold.train.data.samples import IGNORED, Batch, Samples
-from fivefold.train.failures import where
+from fivefold.train.failures import status
 from fivefold.train.optimizer import AdamW
 from fivefold.train.runfile import Optimizer
 
@@ -260,9 +260,9 @@ def make_trainer(prepared: Prepared, optimizer: Optimizer, precision: str) -> Tr
         device,
         prepared.run.dropout,
     )
-    where.coordinates = trainer.axes.describe()
+    status.coordinates = trainer.axes.describe()
     return trainer
 
 
 def _now_in(call: str) -> None:
-    where.doing = call
+    status.doing = call

@@ -90,7 +90,7 @@ def ledger_rows(predicted: Ledger, measured: Ledger) -> list[dict[str, Any]]:
                 "split": transfer.split,
                 "phase": transfer.phase,
                 "op": transfer.op,
-                "group_size": transfer.group_size,
+                "group_size": int(transfer.group_size),  # numpy's, where tp repeats kv heads
                 "payload_bytes": transfer.payload_bytes,
                 "routed": transfer.routed,
                 **_side("predicted", plan),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fivefold.ledger import Ledger
 from fivefold.parallel.data.memory import StateBytes
-from fivefold.train.failures import where
+from fivefold.train.failures import status
 from fivefold.train.runfile import Optimizer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def record(trainer: Trainer, steps: int) -> RankRecord:
     gradients = {x.name: _piece(x.parameter, x.grad) for x in parameters}
     results, expert_loads = [], []
     for step in range(steps):
-        where.step = step + 1
+        status.step = step + 1
         loads.reset()
         results.append(trainer.step(step, PARITY.lr))
         expert_loads.append(loads.by_layer)
