@@ -25,7 +25,8 @@ from fivefold.model.counts import layer_parameters
 from fivefold.parallel.cost import ledger
 from fivefold.parallel.workload import ELEMENT_BYTES
 from fivefold.train.runfile import Run
-from fivefold.verify.check import check, compare_ledgers
+from fivefold.verify.check import check
+from fivefold.verify.ledgers import compare_ledgers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -90,7 +91,7 @@ CASES = [
 ]
 
 Rows = list[dict[str, Any]]
-"""As of `fivefold.verify.check.compare_ledgers`: an average rank of each pipeline rank."""
+"""As of `fivefold.verify.ledgers.compare_ledgers`: an average rank of each pipeline rank."""
 
 
 # --- what was sent -----------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class LayoutResult(TypedDict):
 class TraceResult(TypedDict):
     """Messages and peak memory of ranks, compared with the plan."""
 
+    version: int  # of these keys
     ok: bool
     layout: str
     world_size: int
@@ -108,6 +109,7 @@ class TraceResult(TypedDict):
 class CheckResult(TypedDict):
     """A layout compared with one process and with its plan. None: not a finite number."""
 
+    version: int  # of these keys
     ok: bool
     layout: str
     steps: int
@@ -126,6 +128,7 @@ class CheckResult(TypedDict):
 class TrainResult(TypedDict):
     """A run compared with its plan. Predicted values are None if this machine is not calibrated."""
 
+    version: int  # of these keys
     layout: str
     precision: str
     device: str

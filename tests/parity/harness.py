@@ -25,7 +25,7 @@ from fivefold.train.data.samples import Samples
 from fivefold.train.data.tokens import TokenFile
 from fivefold.train.launch import launch
 from fivefold.train.trainer import Trainer
-from fivefold.verify.check import compare_ledgers
+from fivefold.verify.ledgers import compare_ledgers
 from fivefold.verify.parity import LIMITS, PARITY, Comparison, RankRecord, compare, record
 
 GLOBAL_BATCH = 8

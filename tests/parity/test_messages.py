@@ -56,6 +56,7 @@ def test_tokens_reach_experts_and_come_back_when_most_ranks_send_nothing(counts)
         factor = rank + 1.0
         back = dispatcher.combine(arrived * factor, trip)
         back.sum().backward()
+        assert rows.grad is not None
         return arrived.detach(), local_counts, rows.detach(), back.detach(), rows.grad
 
     results = launch(work, 4)

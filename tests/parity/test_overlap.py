@@ -282,7 +282,7 @@ def test_tokens_travel_to_their_experts_beside_the_shared_expert() -> None:
 def test_the_gradients_of_travelling_rows_are_those_that_arrive() -> None:
     """Autograd is handed the shape of a gradient while the rows of it are under way."""
 
-    def work() -> tuple[Tensor | None, Tensor | None]:
+    def work() -> tuple[Tensor, Tensor]:
         rank = dist.get_rank()
         axes = make_axes(Layout(dp=2, ep=2), rank, Recorder(), kv_heads=4)
         dispatcher = AllToAllDispatcher(axes)
@@ -293,6 +293,7 @@ def test_the_gradients_of_travelling_rows_are_those_that_arrive() -> None:
         arrived, _, trip = dispatcher.finish_dispatch(travelling)
         weights = torch.arange(float(len(arrived))).unsqueeze(1) + 10 * rank
         (dispatcher.combine(arrived * weights, trip).sum() + beside).backward()
+        assert rows.grad is not None and aside.grad is not None
         return rows.grad, aside.grad
 
     # Expert 0 and 1 are on rank 0, where the rows arrive in the order of experts, then of ranks.

@@ -15,7 +15,8 @@ from fivefold.report.tables import (
     ledger_tables,
 )
 from fivefold.report.text import format_bytes
-from fivefold.verify.check import CheckReport, ledger_rows
+from fivefold.verify.check import CheckReport
+from fivefold.verify.ledgers import ledger_rows
 from fivefold.verify.parity import Comparison
 from tests.helpers import line_with, printed
 

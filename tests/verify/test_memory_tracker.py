@@ -9,7 +9,7 @@ from fivefold.layout.notation import parse
 from fivefold.model.config import ModelConfig
 from fivefold.train.memory import measure
 from fivefold.verify.memory_tracker import MemoryTracker
-from fivefold.verify.trace import ShapeTrainer, fake_world, fsdp_without_values, watch_step
+from fivefold.verify.trace import ShapeTrainer, fake_world, fsdp_without_values, track_step
 from tests.parallel.dry import SEQUENCE_LENGTH, dry_trainer, tiny_dense, tiny_mixture
 
 
@@ -59,7 +59,7 @@ def peaks(config: ModelConfig, text: str, precision: str, length: int, real: boo
         else:
             trainer = ShapeTrainer(config, layout, length, precision, 0)
         tracker = MemoryTracker("cpu" if real else "meta")
-        watch_step(trainer, tracker)
+        track_step(trainer, tracker)
         return tracker.peak_by_kind()
 
 
@@ -95,7 +95,7 @@ def test_states_after_a_step_are_those_that_the_measure_finds(model: str, text: 
     with fake_world(0, layout.world_size):
         trainer = dry_trainer(config, layout, 0, "bf16")
         tracker = MemoryTracker("cpu")
-        watch_step(trainer, tracker)
+        track_step(trainer, tracker)
         found, now = measure(trainer), tracker.now_by_kind()
     for kind in ("weights", "gradients", "optimizer"):
         assert now[kind] == getattr(found, kind)
@@ -132,7 +132,7 @@ def test_case_59_scores_of_the_vocabulary_are_on_the_last_stage_alone() -> None:
             with fake_world(rank_of_stage, 2):
                 trainer = dry_trainer(config, layout, rank_of_stage, "fp32", 256)
                 tracker = MemoryTracker("cpu")
-                watch_step(trainer, tracker)
+                track_step(trainer, tracker)
                 kinds = tracker.peak_by_kind()
                 growth += sign * (kinds["activations"] + kinds["temporary"])
         assert growth == pytest.approx(share * scores, abs=0.05 * scores)

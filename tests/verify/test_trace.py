@@ -245,7 +245,7 @@ def test_the_command_prints_what_was_compared(tmp_path, capsys) -> None:
     model.write_text(json.dumps({**_keys(), "num_hidden_layers": 4}))
     args = ["trace", str(model), "--layout", "pp2 tp2 ga4", "--seq", "256"]
     assert main(args) == 0
-    assert "sends as planned, to the byte" in " ".join(capsys.readouterr().out.split())
+    assert "sends what the plan predicts, to the byte" in " ".join(capsys.readouterr().out.split())
     assert main([*args, "--rank", "3", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert (rank["rank"], rank["pp_ranks"]) == (3, [1])

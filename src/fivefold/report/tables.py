@@ -47,7 +47,7 @@ LARGEST_LISTED = 100_000
 
 def ledger_tables(rows: Sequence[Row]) -> list[Table]:
     """One table per pipeline rank, and a common one for those that send the same. `rows` are those
-    of `verify.check.ledger_rows`, each with its `pp_rank`."""
+    of `verify.ledgers.ledger_rows`, each with its `pp_rank`."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         own = {key: value for key, value in row.items() if key != "pp_rank"}
@@ -69,7 +69,7 @@ def ledger_tables(rows: Sequence[Row]) -> list[Table]:
 
 def ledger_table(rows: Sequence[Row], who: str) -> Table:
     """What `who` sends in one step, predicted and measured: calls x bytes per call. `rows` are
-    those of `verify.check.ledger_rows`."""
+    those of `verify.ledgers.ledger_rows`."""
     table = make_table(
         "split",
         "phase",
@@ -241,7 +241,7 @@ def check_report_notes(report: Row) -> list[str]:
 
 
 def ledger_difference(row: Row) -> str:
-    """A row of `verify.check.compare_ledgers`, in which the plan and the run differ."""
+    """A row of `verify.ledgers.compare_ledgers`, in which the plan and the run differ."""
     who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
     return (
         f"[bold red]{who}: {split_name(row['split'])} {row['phase']} {row['op']} of "

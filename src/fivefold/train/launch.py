@@ -24,7 +24,7 @@ from multiprocessing import connection
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from fivefold.errors import UserError
 from fivefold.train.failures import (
@@ -42,6 +42,7 @@ from fivefold.train.failures import (
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -58,12 +59,12 @@ def preload() -> None:
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     device: str = "cpu",
     timeout_s: float = 300.0,
-) -> list[Any]:
+) -> list[T]:
     """Call `function(*args)` in `world_size` new local workers and return the results by rank.
 
     Each worker has a process group (gloo on "cpu", NCCL with one GPU a rank on "cuda") whose
@@ -157,7 +158,7 @@ class _Worker:
     pipe: connection.Connection
     parent: int  # process id
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def run(self, function: Callable[..., object], args: tuple[object, ...]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _end_with_parent(self.parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the terminal's input is the parent's
@@ -231,9 +232,9 @@ def _end_with_parent(parent: int) -> None:
 
 def _collect(
     processes: list[BaseProcess], pipes: list[connection.Connection], statuses: list[WorkerStatus]
-) -> list[Any]:
+) -> list:
     """Wait for all workers: their results by rank, or the failure that came first."""
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     failures: list[Failure] = []
     pending = set(range(len(processes)))
     listen_until = float("inf")
@@ -256,9 +257,7 @@ def _collect(
     return [results[rank] for rank in sorted(results)]
 
 
-def _answer(
-    rank: int, process: BaseProcess, pipe: connection.Connection
-) -> Failure | list[Any] | None:
+def _answer(rank: int, process: BaseProcess, pipe: connection.Connection) -> Failure | list | None:
     """A worker's result in a list of one, or its failure; None while it is at work."""
     gone = process.exitcode is not None  # looked at before the pipe: no answer can slip between
     try:

@@ -125,7 +125,7 @@ def load_run(
 # --- reading ----------------------------------------------------------------------------------
 
 
-def _read_mapping(path: Path) -> dict[Any, Any]:
+def _read_mapping(path: Path) -> dict:
     values = read_yaml(path, "run file")
     if values is None:
         raise UserError(f"{path}: the run file is empty; it needs at least {required(Run)}")

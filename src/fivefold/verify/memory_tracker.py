@@ -1,4 +1,4 @@
-"""Every tensor that a piece of PyTorch code allocates and frees, and what was alive at the peak.
+"""Every tensor that PyTorch code allocates and frees, and what was alive at the peak.
 
 PyTorch's own `MemTracker` follows module hooks and looks for gradients in `.grad`; here gradients
 are added into buffers, and weights are gathered by hand (docs/decisions.md).
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
-"""What memory is for. Temporary is what has no other kind: it is gone before the pass is over."""
+"""What memory is for. Temporary memory has no other kind: it is freed before the pass ends."""
 
 
 class Allocation:
@@ -45,9 +45,9 @@ class MemoryTracker(TorchDispatchMode):
         self.now = 0
         """Bytes allocated."""
         self.peak = 0
-        self.doing: Any = None
-        """Whatever tells where the program is; kept as `peak_doing` with the operation's name."""
-        self.peak_doing: tuple[Any, str] = (None, "")
+        self.doing = ""
+        """What the program does; kept as `peak_doing` with the operation's name."""
+        self.peak_doing = ("", "")
         self._alive: dict[Allocation, int] = {}
         self._by_storage: dict[int, Allocation] = {}
         self._at_peak: dict[Allocation, int] = {}
@@ -108,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self):
         unwatched = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = unwatched(storage, size)
             self._resized(storage)
             return result
@@ -122,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
         self._patch.stop()
         return super().__exit__(*exc)
 
-    def _see(self, tensor: Tensor, func: Any) -> None:
+    def _see(self, tensor: Tensor, func: object) -> None:
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
@@ -144,7 +144,7 @@ class MemoryTracker(TorchDispatchMode):
             self._shrink(allocation)
             self._grow(allocation, storage.nbytes(), "resize_")
 
-    def _grow(self, allocation: Allocation, size: int, func: Any) -> None:
+    def _grow(self, allocation: Allocation, size: int, func: object) -> None:
         self._alive[allocation] = size
         self.now += size
         if self.now > self.peak:

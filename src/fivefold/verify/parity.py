@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from fivefold.train.failures import status
 from fivefold.train.runfile import Optimizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fivefold.train.trainer import StepResult, Trainer
 
@@ -126,13 +126,13 @@ class _ExpertLoads:
     def reset(self) -> None:
         self.by_layer = {}
 
-    def _counter(self, layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
+    def _counter(self, layer: int) -> Callable[[nn.Module, tuple], None]:
         moe, axes = self.trainer.config.moe, self.trainer.axes
         assert moe is not None
         local = moe.num_experts // axes.ep.size
         first = local * axes.ep.index
 
-        def count(module: Any, inputs: tuple[Any, ...]) -> None:
+        def count(module: nn.Module, inputs: tuple) -> None:
             _, counts = inputs
             # Ranks that share experts (etp) all see their tokens, and a recomputed pass sees them
             # again.

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.host import here_path
@@ -24,12 +24,10 @@ from fivefold.train.loop import train
 from fivefold.train.outcome import RankOutcome, RunOutcome
 from fivefold.train.prepare import Plan, plan_run
 from fivefold.train.runfile import Run
-from fivefold.verify.check import compare_ledgers
+from fivefold.verify.ledgers import Row, compare_ledgers
 
 if TYPE_CHECKING:
     from fivefold.train.timeline import WriteTimeline
-
-Report = dict[str, Any]
 
 VERSION = 1
 """Of the report's keys."""
@@ -39,7 +37,7 @@ ALLOCATED = ("weights", "gradients", "optimizer", "activations", "logits", "buff
 process on a CPU has `overhead` and `reserve` in it, too."""
 
 
-def train_and_compare(run: Run, write_timeline: WriteTimeline | None = None) -> Report | None:
+def train_and_compare(run: Run, write_timeline: WriteTimeline | None = None) -> Row | None:
     """Train (see `train.loop.train`) and compare the run with its plan; None where there is nothing
     to compare. Writes the report into `out`. UserError where the run cannot be planned, before it
     starts."""
@@ -128,7 +126,7 @@ def measured_imbalance(layout: Layout, outcomes: Sequence[RankOutcome]) -> float
     return statistics.fmean(ratios) if ratios else None
 
 
-def compare_with_plan(outcome: RunOutcome, job: Job | None) -> Report:
+def compare_with_plan(outcome: RunOutcome, job: Job | None) -> Row:
     """The run and its prediction as plain data; None where nothing is predicted. The prediction
     uses the measured imbalance of experts, which depends on the router.
 

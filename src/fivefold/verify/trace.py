@@ -1,7 +1,7 @@
-"""The training program of one rank of any world, with shapes alone: nothing computed, nothing sent.
+"""The training program of one rank of any world, with shapes alone.
 
 A trace runs `Trainer` for one optimizer step on tensors of the meta device, in a process group that
-does nothing, under a `MemoryTracker`. What comes out is what a GPU's rank would send and allocate.
+does nothing, under a `MemoryTracker`. It reports what the rank would send and allocate on a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,12 +36,14 @@ from fivefold.train.data.samples import Batch
 from fivefold.train.memory import holdings
 from fivefold.train.runfile import Optimizer
 from fivefold.train.trainer import StepResult, Trainer
-from fivefold.verify.check import ledger_rows
+from fivefold.verify.ledgers import Row, ledger_rows
 from fivefold.verify.memory_tracker import MemoryTracker
 
 META = torch.device("meta")
-LEARNING_RATE = 1e-3  # any will do
+LEARNING_RATE = 1e-3  # no shape depends on it
 
+VERSION = 1
+"""Of the report's keys."""
 
 PASSES = {
     "F": "forward",
@@ -52,7 +53,7 @@ PASSES = {
 }
 
 AGREES = 0.03
-"""The largest difference of the peak from the plan's, as a part of it."""
+"""The largest difference of the peak from the plan's, as a fraction of it."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,18 @@ class Traced:
 
     rank: int
     ledger: Ledger
-    peak: dict[str, int]  # bytes by kind, see `tracker.KINDS`
+    peak: dict[str, int]  # bytes by kind, see `memory_tracker.KINDS`
     moment: str  # of the peak
 
 
 def trace_report(
     config: ModelConfig, layout: Layout, sequence_length: int, precision: str, rank: int | None
-) -> dict[str, Any]:
-    """One rank, or one for each part in the pipeline, traced and held against the plan: plain data.
-
-    Raises UserError for what cannot be run.
-    """
+) -> Row:
+    """One rank, or one for each part of the pipeline, traced and compared with the plan: plain
+    data. Raises UserError for what cannot be run."""
     require_trainable(config)
     check(layout, config, sequence_length)
-    _refuse_odd_rows(config, layout, precision)
+    _reject_odd_rows(config, layout, precision)
     if rank is not None and not 0 <= rank < layout.world_size:
         raise UserError(f"--rank {rank} is not one of the {layout.world_size:,} ranks from 0 on")
     if rank is None:
@@ -99,6 +98,7 @@ def trace_report(
             }
         )
     return {
+        "version": VERSION,
         "layout": str(layout),
         "world_size": layout.world_size,
         "global_batch": layout.global_batch,
@@ -112,12 +112,12 @@ def trace_report(
 def parts_in_pipeline(
     config: ModelConfig, layout: Layout, sequence_length: int, precision: str
 ) -> dict[int, list[int]]:
-    """Ranks that hold different layers: of each the first in its stage, and the pipeline ranks that
-    hold the same. The first of these has most micro-batches in flight."""
-    parts: dict[Any, list[int]] = {}
-    pipeline = groups(layout, "pp")[0] if layout.pp > 1 else [0]
+    """The pipeline ranks that hold the same layers, by the first rank of the first of them, which
+    has the most micro-batches in flight."""
+    parts: dict[str, list[int]] = {}
+    pipeline = groups(layout, "pp")[0].tolist() if layout.pp > 1 else [0]
     for pp_rank, rank in enumerate(pipeline):
-        works = rank_work(config, layout, sequence_length, int(rank), precision)
+        works = rank_work(config, layout, sequence_length, rank, precision)
         held = [
             (
                 [(kind, int(count)) for kind, count in work.layers],
@@ -128,19 +128,19 @@ def parts_in_pipeline(
             for work in works
         ]
         parts.setdefault(repr(held), []).append(pp_rank)
-    return {int(pipeline[pp_ranks[0]]): pp_ranks for pp_ranks in parts.values()}
+    return {pipeline[pp_ranks[0]]: pp_ranks for pp_ranks in parts.values()}
 
 
 def _job(config: ModelConfig, layout: Layout, sequence_length: int, precision: str) -> Job:
-    """What the plan is asked about; the cluster has no part in the memory of tensors."""
+    """What is planned. The memory of tensors does not depend on the cluster."""
     cluster = load_cluster("dgx-h100", -(-layout.world_size // 8) * 8)
     batch = layout.global_batch
     return Job(config, cluster, sequence_length, batch, precision, ENGINES["fivefold"])
 
 
-def _memory_rows(planned: dict[str, float], peak: dict[str, int]) -> list[dict[str, Any]]:
-    """Predicted beside measured, by kind and in all. (The plan shows logits apart, and calls what
-    is temporary buffers.)"""
+def _memory_rows(planned: dict[str, float], peak: dict[str, int]) -> list[Row]:
+    """Predicted and measured bytes, by kind and the total. (The plan reports logits apart, and
+    calls temporary memory buffers.)"""
     predicted = {
         "weights": planned["weights"],
         "gradients": planned["gradients"],
@@ -161,21 +161,21 @@ def _memory_rows(planned: dict[str, float], peak: dict[str, int]) -> list[dict[s
     ]
 
 
-def _refuse_odd_rows(config: ModelConfig, layout: Layout, precision: str) -> None:
-    """A GPU's grouped product reads rows of 16 bytes."""
+def _reject_odd_rows(config: ModelConfig, layout: Layout, precision: str) -> None:
+    """A GPU's grouped matrix product reads rows of 16 bytes."""
     if config.moe is None or precision != "bf16":
         return
     width = config.moe.expert_intermediate_size // layout.etp
     for what, size in (("hidden_size", config.hidden_size), ("an expert's width here", width)):
         if size % 8:
             raise UserError(
-                f"{what} is {size}, and a GPU multiplies experts in bf16 only where rows are a "
-                f"multiple of 16 bytes: {size // 8 * 8 or 8} or {-(-size // 8) * 8} would do"
+                f"{what} is {size}, but a GPU multiplies experts in bf16 only if rows are a "
+                f"multiple of 16 bytes: use {size // 8 * 8 or 8} or {-(-size // 8) * 8}"
             )
 
 
 class Shapes:
-    """Samples without a text: every token is 0 and has a label."""
+    """Samples without text: every token is 0 and has a label."""
 
     isolate_documents = False
 
@@ -219,34 +219,29 @@ def trace(
     with fake_world(rank, layout.world_size), fsdp_without_values():
         trainer = ShapeTrainer(config, layout, sequence_length, precision, rank)
         tracker = MemoryTracker("meta")
-        watch_step(trainer, tracker)
-        return Traced(rank, trainer.ledger, tracker.peak_by_kind(), describe(tracker))
+        track_step(trainer, tracker)
+        doing, operation = tracker.peak_doing
+        return Traced(rank, trainer.ledger, tracker.peak_by_kind(), f"{doing}, in {operation}")
 
 
-def watch_step(trainer: Trainer, tracker: MemoryTracker) -> None:
+def track_step(trainer: Trainer, tracker: MemoryTracker) -> None:
     """One step of a trainer, with all that it allocates."""
     for stage in trainer.stages.values():
         for name, _ in stage.named_parameters():
             trainer.optimizer.state(name)  # a step but the first finds its moments there
     trainer.optimizer.update_copies()
-    doing = _Doing(trainer, tracker)
-    doing.settle()
-    trainer.pipeline.before = doing.begin
-    with tracker, doing.layers():
+    progress = _Progress(trainer, tracker)
+    progress.settle()
+    trainer.pipeline.before = progress.begin
+    with tracker, progress.layers():
         sums, parameters = trainer.gradients(0)
-        doing.settle()
-        doing.end()
+        progress.settle()
+        progress.end()
         trainer.finish_step(sums, parameters, lr=LEARNING_RATE)
 
 
-def describe(tracker: MemoryTracker) -> str:
-    """The moment of the peak in words."""
-    doing, operation = tracker.peak_doing
-    return f"{doing}, in {operation}"
-
-
-class _Doing:
-    """Tells a tracker where the step is, and between two actions what is what."""
+class _Progress:
+    """Tells a tracker what the step is doing, and between two actions of what kind memory is."""
 
     def __init__(self, trainer: Trainer, tracker: MemoryTracker) -> None:
         self.trainer, self.tracker = trainer, tracker
@@ -264,7 +259,7 @@ class _Doing:
         self.action = self.tracker.doing = "optimizer step"
 
     def settle(self) -> None:
-        """What a pass leaves behind and is no state, it keeps for later: activations."""
+        """What a pass leaves allocated and is no state are activations."""
         for kind, tensors in holdings(self.trainer).items():
             self.tracker.name(kind, tensors)
         self.tracker.name_rest("activations")
@@ -298,7 +293,7 @@ class _Doing:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group of any size in which this process is `rank` and nobody answers."""
+    """A default process group of any size in which this process is `rank`, alone."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -308,18 +303,15 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fsdp_without_values(wanted: bool = True) -> Iterator[None]:
-    """Lets FSDP2 shard and gather parameters on the meta device. It refuses them, so that nobody
-    trains without values by mistake, and asks the device of the mesh for buffers and streams; a
-    CPU's streams do nothing. (These are private names of torch 2.13.)"""
+    """Lets FSDP2 shard and gather parameters on the meta device. It rejects them, to keep anybody
+    from training without values by mistake, and asks the device of the mesh for buffers and
+    streams; a CPU's streams do nothing. (These are private names of torch 2.13.)"""
+    changes = (
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
+        (torch, "meta", torch.cpu),  # where it looks for the streams of meta
+    )
     with ExitStack() as patches:
-        for owner, name, value in (
-            ()
-            if not wanted
-            else (
-                (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
-                (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
-                (torch, "meta", torch.cpu),  # where it looks for the streams of meta
-            )
-        ):
+        for owner, name, value in changes if wanted else ():
             patches.enter_context(mock.patch.object(owner, name, value, create=True))
         yield

@@ -12,7 +12,6 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +112,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, Piece],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -142,11 +141,11 @@ class LoadPlanner(DefaultLoadPlanner):
 class Reader(filesystem.FileSystemReader):
     """Reads from a folder, its table of pieces by `read_metadata`."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return read_metadata(Path(self.path))
 
 
-ALLOWED: dict[tuple[str, str], Any] = {
+ALLOWED: dict[tuple[str, str], object] = {
     (thing.__module__, thing.__qualname__): thing
     for thing in (
         Metadata,
@@ -165,7 +164,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         if (module_name, global_name) in ALLOWED:
             return ALLOWED[module_name, global_name]
         value = getattr(torch, global_name, None) if module_name == "torch" else None

@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -36,10 +35,10 @@ class Saved:
     tokens: int  # seen in them
     layout: str  # that wrote it
     learning_rate: float  # that its run would have taken next
-    identity: dict[str, Any]  # see `identity`
+    identity: dict[str, object]  # see `identity`
 
 
-def identity(config: ModelConfig, samples: Samples) -> dict[str, Any]:
+def identity(config: ModelConfig, samples: Samples) -> dict[str, object]:
     """What a run must share with the one that it resumes, in the types of JSON."""
     values = {
         "model": asdict(config),
@@ -105,7 +104,7 @@ def check_resumable(saved: Saved, config: ModelConfig, samples: Samples) -> None
         )
 
 
-def _differences(saved: Any, now: Any, key: str = "") -> list[str]:
+def _differences(saved: object, now: object, key: str = "") -> list[str]:
     if isinstance(saved, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*saved, *now]))
         nested = (_differences(saved.get(k), now.get(k), f"{key}.{k}" if key else k) for k in keys)
