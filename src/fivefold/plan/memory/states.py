@@ -13,7 +13,7 @@ allocator: the device context and communicators (nvidia-smi shows all three). Of
 `overhead` is what lies idle between tensors, and `reserve` libraries and buffers of messages.
 
 What a layer keeps for its backward pass is in `activations`. What this program itself allocates is
-known exactly: `own_memory` has it.
+known exactly: `peak` has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fivefold.parallel.workload import (
 )
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.activations import LayerBytes, layer_activations
-from fivefold.plan.memory.native_peak import own_memory
+from fivefold.plan.memory.peak import native_memory
 from fivefold.plan.time.operations import Numbers, tokens
 from fivefold.plan.time.pipeline import in_flight
 
@@ -278,7 +278,7 @@ class _Rank:
         return idle, np.where(single, alone.bytes, messages.bytes)
 
     def own_program(self) -> dict[str, Numbers]:
-        own = own_memory(self.job, self.layouts, self.rank, self.work)
+        own = native_memory(self.job, self.layouts, self.rank, self.work)
         buffers = own.pop("temporary")
         return {**own, "logits": 0.0, "buffers": buffers}
 

@@ -87,8 +87,8 @@ def tokens(job: Job, layouts: LayoutBatch) -> Numbers:
 def layer_operations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> Operations:
     """The forward pass of one layer."""
     config, t = job.config, tokens(job, layouts)
-    products = list(_attention_products(config, layouts, t))
-    attention = _attention(job, layouts, kind, t)
+    products = list(attention_products(config, layouts, t))
+    scores = attention(job, layouts, kind, t)
     # Between the products: norms and residual sums on the whole width (split by megatron SP),
     # rotary embedding and activation on the part of a tp rank.
     slices = np.where(layouts.sp, layouts.tp, 1)
@@ -106,12 +106,10 @@ def layer_operations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> Operati
         kernels = kernels + _expert_kernels(job, layouts)
     else:
         width = config.intermediate_size
-        products += _mlp_products("mlp", config, t, width, layouts.tp)
+        products += mlp_products("mlp", config, t, width, layouts.tp)
         moved = moved + t * _activation_elements(config.gated_mlp) * width / layouts.tp
         kernels += MLP_KERNELS
-    return Operations(
-        tuple(products), attention, moved, kernels, *_of_splits(job, layouts, kind, t)
-    )
+    return Operations(tuple(products), scores, moved, kernels, *_of_splits(job, layouts, kind, t))
 
 
 def _of_splits(
@@ -158,7 +156,7 @@ def head_operations(job: Job, layouts: LayoutBatch) -> Operations:
     return Operations((head,), None, moved, HEAD_KERNELS)
 
 
-def _attention_products(config: ModelConfig, layouts: LayoutBatch, t: Numbers):
+def attention_products(config: ModelConfig, layouts: LayoutBatch, t: Numbers):
     hidden, tp = config.hidden_size, layouts.tp
     out_width = config.num_heads * config.v_head_dim
     if config.mla is None:
@@ -181,7 +179,7 @@ def _attention_products(config: ModelConfig, layouts: LayoutBatch, t: Numbers):
     yield Matmul("out", t, hidden, out_width / tp)
 
 
-def _attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers) -> Attention:
+def attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers) -> Attention:
     """Ulysses gives a rank its share of the heads of ulysses times the tokens: the same work."""
     config, s = job.config, float(job.sequence_length)
     # A causal query sees half of the keys on average; a window w sees w - w^2 / 2s of them.
@@ -198,7 +196,7 @@ def _attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers) -> A
     )
 
 
-def _mlp_products(name: str, config: ModelConfig, t: Numbers, width: float, parts: Numbers):
+def mlp_products(name: str, config: ModelConfig, t: Numbers, width: float, parts: Numbers):
     columns = (2 if config.gated_mlp else 1) * width / parts
     yield Matmul(f"{name}_in", t, columns, config.hidden_size)
     yield Matmul(f"{name}_out", t, config.hidden_size, width / parts)
@@ -220,6 +218,21 @@ def _expert_kernels(job: Job, layouts: LayoutBatch) -> Numbers:
     return ROUTING_KERNELS + local * each
 
 
+def expert_products(job: Job, layouts: LayoutBatch, t: Numbers):
+    """The router's product, and the two of the experts."""
+    hidden, moe = job.config.hidden_size, job.config.moe
+    assert moe is not None
+    routed = t / layouts.tp  # each tp rank routes its own slice of the tokens
+    # Copies that arrive on the busiest rank; where experts are split over tp, all its slices.
+    copies = routed * moe.experts_per_token * layouts.etp * job.busiest(layouts.ep)
+    local = moe.num_experts / layouts.ep
+    width = moe.expert_intermediate_size / layouts.etp
+    gates = 2 if job.config.gated_mlp else 1
+    yield Matmul("router", routed, moe.num_experts, hidden, quantized=False, split=False)
+    yield Matmul("experts_in", copies / local, gates * width, hidden, local, split=False)
+    yield Matmul("experts_out", copies / local, hidden, width, local, split=False)
+
+
 def _expert_operations(job: Job, layouts: LayoutBatch, t: Numbers):
     config = job.config
     moe = config.moe
@@ -228,15 +241,10 @@ def _expert_operations(job: Job, layouts: LayoutBatch, t: Numbers):
     routed = t / layouts.tp  # each tp rank routes its own slice of the tokens
     # Copies that arrive on the busiest rank; where experts are split over tp, all its slices.
     copies = routed * moe.experts_per_token * layouts.etp * job.busiest(layouts.ep)
-    local = moe.num_experts / layouts.ep
     fused = job.engine.fused_experts
     width = moe.expert_intermediate_size / layouts.etp
     gates = 2 if config.gated_mlp else 1
-    products = [
-        Matmul("router", routed, moe.num_experts, hidden, quantized=False, split=False),
-        Matmul("experts_in", copies / local, gates * width, hidden, local, split=False),
-        Matmul("experts_out", copies / local, hidden, width, local, split=False),
-    ]
+    products = list(expert_products(job, layouts, t))
     # Rows are copied for each expert, put in the experts' order where they arrive and back, and
     # summed at home: 6.4 passes over the copies. Dispatchers that send once a node do the first
     # and the last on the way; fused kernels read and write in the experts' order.
@@ -251,6 +259,6 @@ def _expert_operations(job: Job, layouts: LayoutBatch, t: Numbers):
     moved = moved + routed * moe.num_experts * 6.0
     if moe.shared_intermediate_size:
         shared = moe.shared_intermediate_size
-        products += _mlp_products("shared", config, t, shared, layouts.tp)
+        products += mlp_products("shared", config, t, shared, layouts.tp)
         moved = moved + t * _activation_elements(config.gated_mlp) * shared / layouts.tp
     return products, moved

@@ -1,4 +1,4 @@
-"""The moments of this program's step at which one of its ranks may hold most memory."""
+"""The passes of a step at whose beginning one rank of this program may hold most memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fivefold.plan.time.pipeline import in_flight
 
 
 @dataclass(frozen=True)
-class Moment:
+class ScheduleEvent:
     """When a rank of a pipeline begins a pass."""
 
     kind: str  # of the pass: F, B, I or W
@@ -46,30 +46,32 @@ class Moment:
 
 
 @lru_cache(maxsize=4096)
-def moments(schedule: str, pp: int, vpp: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """The moments of one step, but for those that another one surpasses."""
+def schedule_events(
+    schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
+) -> tuple[ScheduleEvent, ...]:
+    """The events of one step, without those that another one surpasses."""
     if schedule in PLANNED_SCHEDULES:
-        return _moments_of_planned(schedule, pp, vpp, micro_batches, rank)
+        return _events_of_planned(schedule, pp, vpp, micro_batches, rank)
     if schedule == "1f1b":  # after its warm-up it goes round in the same circle
         circle = pp - rank + 2 if vpp == 1 else 4 * pp
         micro_batches = min(micro_batches, circle)
     elif schedule not in ("gpipe", "bfs") and not is_table_file(schedule):
         micro_batches = min(micro_batches, 6 * pp)
     table = build(schedule, pp, vpp, micro_batches)
-    return tuple(_highest(_moments_of(table, rank)))
+    return tuple(_highest(_events_of(table, rank)))
 
 
-def _moments_of(table: Schedule, rank: int) -> list[Moment]:
+def _events_of(table: Schedule, rank: int) -> list[ScheduleEvent]:
     steps = table.steps(rank)
     chunks = sorted({step.action.stage for step in steps})
     held, deferred_weight_grads, done = ([0] * len(chunks) for _ in range(3))
-    found = dict[Moment, None]()
+    found = dict[ScheduleEvent, None]()
     leaving, sent = 0, None
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         kind, chunk = step.action.kind, chunks.index(step.action.stage)
         held[chunk] += kind == "F"
         arriving = following is not None and following.receives is not None
-        moment = Moment(
+        moment = ScheduleEvent(
             kind,
             chunk,
             tuple(held),
@@ -93,25 +95,25 @@ def _moments_of(table: Schedule, rank: int) -> list[Moment]:
     return list(found)
 
 
-def _moments_of_planned(
+def _events_of_planned(
     schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
-) -> tuple[Moment, ...]:
+) -> tuple[ScheduleEvent, ...]:
     """Of a schedule that has no table: its chunks hold alike much, as `in_flight` says."""
     chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
     held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
     each = (max(1, -(-held // chunks)),) * chunks
     none, yes, no = (0,) * chunks, (True,) * chunks, (False,) * chunks
     return tuple(
-        Moment(kind, chunk, each, none, yes, no, False, 1)
+        ScheduleEvent(kind, chunk, each, none, yes, no, False, 1)
         for kind in "FB"
         for chunk in range(chunks)
     )
 
 
-def _highest(found: list[Moment]) -> Iterator[Moment]:
+def _highest(found: list[ScheduleEvent]) -> Iterator[ScheduleEvent]:
     """Without those at which there is no more in flight, put off, accumulated and on its way than
     at another one of the same chunk and kind."""
-    alike: dict[tuple[Any, ...], list[Moment]] = {}
+    alike: dict[tuple[Any, ...], list[ScheduleEvent]] = {}
     for each in found:
         key = (each.kind, each.chunk, each.last, each.kind == "F" and each.starts)
         alike.setdefault(key, []).append(each)
@@ -122,7 +124,7 @@ def _highest(found: list[Moment]) -> Iterator[Moment]:
                 yield each
 
 
-def _figures(moment: Moment) -> tuple[int, ...]:
+def _figures(moment: ScheduleEvent) -> tuple[int, ...]:
     unfinished = tuple(not each for each in moment.finished)
     gathered = tuple(moment.is_gathered(chunk) for chunk in range(len(unfinished)))
     states = (*moment.accumulated, *unfinished, *gathered)
