@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+
+from fivefold.layout.arrays import Elementwise
 
 SPLITS = ("dp", "pp", "tp", "cp", "ep", "world")
 """Whose traffic it is; Megatron's sequence parallelism is part of tp. `world` is the one tiny
@@ -42,9 +43,9 @@ class Transfer:
     split: str
     phase: str
     op: str
-    group_size: Any
-    payload_bytes: Any  # of one call
-    calls: Any
+    group_size: Elementwise
+    payload_bytes: Elementwise  # of one call
+    calls: Elementwise
     routed: bool = False
     axis: str = field(default="", compare=False)
     is_recompute: bool = field(default=False, compare=False)
@@ -55,12 +56,12 @@ class Transfer:
         return self.axis == "pp" and self.op == "send"
 
     @property
-    def total_bytes(self) -> Any:
+    def total_bytes(self) -> Elementwise:
         """Payload of all calls."""
         return self.payload_bytes * self.calls
 
     @property
-    def wire_bytes(self) -> Any:
+    def wire_bytes(self) -> Elementwise:
         """Bytes that leave this rank in all calls, by the ring or direct algorithm.
 
         Ring all-reduce 2(n-1)/n of the payload; ring all-gather and reduce-scatter and direct

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout.actions import ActionTable
+from fivefold.layout.arrays import Bools, Ints
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 
@@ -28,21 +29,21 @@ ARRAYS = tuple(field.name for field in fields(Layout) if field.name not in SHARE
 class LayoutBatch(Degrees):
     """n layouts; every field but the last three is an array [n]. See `Layout` for their meaning."""
 
-    tp: NDArray[np.int64]
-    sp: NDArray[np.bool_]
-    pp: NDArray[np.int64]
-    vpp: NDArray[np.int64]
-    dp: NDArray[np.int64]
-    dp_replicate: NDArray[np.int64]
-    zero: NDArray[np.int64]
-    ep: NDArray[np.int64]
-    etp: NDArray[np.int64]
-    ulysses: NDArray[np.int64]
-    ring: NDArray[np.int64]
-    micro_batch: NDArray[np.int64]
-    accumulation: NDArray[np.int64]
+    tp: Ints
+    sp: Bools
+    pp: Ints
+    vpp: Ints
+    dp: Ints
+    dp_replicate: Ints
+    zero: Ints
+    ep: Ints
+    etp: Ints
+    ulysses: Ints
+    ring: Ints
+    micro_batch: Ints
+    accumulation: Ints
     recompute: NDArray[np.str_]
-    recompute_layers: NDArray[np.int64]
+    recompute_layers: Ints
     schedule: NDArray[np.str_]
     order: tuple[str, ...]
     layers: tuple[int, ...] | None
@@ -82,7 +83,7 @@ class LayoutBatch(Degrees):
         values: dict[str, Any] = {name: getattr(self, name)[index].item() for name in ARRAYS}
         return Layout(**values, order=self.order, layers=self.layers, table=self.table)
 
-    def take(self, chosen: Any) -> LayoutBatch:
+    def take(self, chosen: NDArray[np.bool_ | np.int64] | slice) -> LayoutBatch:
         """The layouts that a mask [n], an array of indices or a slice chooses."""
         arrays: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ARRAYS}
         return LayoutBatch(**arrays, order=self.order, layers=self.layers, table=self.table)
@@ -90,7 +91,7 @@ class LayoutBatch(Degrees):
 
 def alike(layouts: Sequence[Layout]) -> list[list[int]]:
     """Indices of those that one `LayoutBatch` can hold together: with the same order and layers."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for index, layout in enumerate(layouts):
         key = tuple(getattr(layout, name) for name in SHARED)
         groups.setdefault(key, []).append(index)

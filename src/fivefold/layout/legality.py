@@ -7,12 +7,12 @@ the number of devices, the model, the sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import UserError
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.degrees import ORDER, PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Degrees
 from fivefold.layout.model_rules import (
@@ -85,7 +85,7 @@ def _groups(
     sequence_length: int | None,
     world_size: int | None,
     running: bool,
-) -> Iterator[tuple[tuple[Rule, ...], tuple[Any, ...]]]:
+) -> Iterator[tuple[tuple[Rule, ...], tuple[object, ...]]]:
     """The rules that what is known allows to ask for, each group with what it is about."""
     if running:
         yield RUN_RULES, (layout,)
@@ -107,7 +107,7 @@ COUNTED = ("tp", "pp", "vpp", "dp", "dp_replicate", "ep", "etp", "ulysses", "rin
 """The tokens whose value is 1 or more."""
 
 
-def _degrees(layout: Degrees) -> dict[str, Any]:
+def _degrees(layout: Degrees) -> dict[str, Elementwise]:
     return {name: getattr(layout, FIELDS.get(name, name)) for name in COUNTED}
 
 
@@ -240,7 +240,7 @@ def etp_is_one_or_tp(layout: Layout) -> str:
     return f"etp {layout.etp} is neither 1 nor tp {layout.tp}: it may be {choices}"
 
 
-def _expert_ranks(layout: Degrees) -> Any:
+def _expert_ranks(layout: Degrees) -> Elementwise:
     """What etp * ep * edp shares out: a stage; with replicas, one replica in the stage."""
     return layout.tp * layout.cp * layout.dp_shard
 

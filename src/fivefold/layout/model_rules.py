@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import rule
@@ -62,7 +62,7 @@ def shared_expert_divides_over_tp(tp: int, model: ModelConfig) -> str:
     )
 
 
-def _vocabulary_rows(model: ModelConfig, tp: Any) -> Any:
+def _vocabulary_rows(model: ModelConfig, tp: Elementwise) -> Elementwise:
     """Rows of the vocabulary on each tp rank, ceil(vocab_size / tp); the last ones get the rest."""
     return -(-model.vocab_size // tp)
 
@@ -87,12 +87,12 @@ TP_RULES = (
 # The rest of the model
 
 
-def _tp_rank_heads(tp: Any, model: ModelConfig) -> tuple[Any, Any]:
+def _tp_rank_heads(tp: Elementwise, model: ModelConfig) -> tuple[Elementwise, Elementwise]:
     """Heads and kv heads of one tp rank."""
     return model.num_heads // tp, np.maximum(1, model.num_kv_heads // tp)
 
 
-def _ulysses_fits(ulysses: Any, tp: Any, model: ModelConfig) -> Any:
+def _ulysses_fits(ulysses: Elementwise, tp: Elementwise, model: ModelConfig) -> Elementwise:
     heads, kv_heads = _tp_rank_heads(tp, model)
     return (heads % ulysses == 0) & ((kv_heads % ulysses == 0) | (ulysses % kv_heads == 0))
 
@@ -122,7 +122,7 @@ def stages_have_layers(layout: Layout, model: ModelConfig) -> str:
     )
 
 
-def _largest_stage(layout: Degrees, model: ModelConfig) -> Any:
+def _largest_stage(layout: Degrees, model: ModelConfig) -> Elementwise:
     """Layers of the largest virtual stage."""
     return max(layout.layers) if layout.layers else -(-model.num_layers // layout.stages)
 
@@ -194,7 +194,7 @@ MODEL_RULES = (
 # The sequence length
 
 
-def _sequence_pieces(layout: Degrees) -> dict[str, Any]:
+def _sequence_pieces(layout: Degrees) -> dict[str, Elementwise]:
     """A ring rank takes one early and one late piece, which evens out causal attention's work."""
     return {
         "ulysses": layout.ulysses,

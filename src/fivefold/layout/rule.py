@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from fivefold.layout.arrays import Elementwise
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,19 @@ class Rule:
     """`holds` says elementwise whether a layout keeps the rule, given what the rule is about;
     `sentence` says, given the same, how one layout breaks it."""
 
-    holds: Callable[..., Any]
+    holds: Callable[..., Elementwise]
     sentence: Callable[..., str]
 
 
-def rule(holds: Callable[..., Any]) -> Callable[[Callable[..., str]], Rule]:
+def rule(holds: Callable[..., Elementwise]) -> Callable[[Callable[..., str]], Rule]:
     """Makes a function that gives the sentence the rule whose condition is `holds`."""
     return lambda sentence: Rule(holds, sentence)
 
 
-def broken(rules: Iterable[Rule], *subject: Any) -> Iterator[str]:
+def broken(rules: Iterable[Rule], *subject: object) -> Iterator[str]:
     """The sentences of the rules that one layout breaks."""
     return (each.sentence(*subject) for each in rules if not each.holds(*subject))
 
 
-def is_one_of(value: Any, names: tuple[str, ...]) -> Any:
+def is_one_of(value: Elementwise, names: tuple[str, ...]) -> Elementwise:
     return np.any([value == name for name in names], axis=0)

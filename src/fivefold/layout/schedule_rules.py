@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fivefold.layout.actions import is_table_file
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import is_one_of, rule
@@ -47,12 +46,12 @@ def interleaving_fills_the_ranks(layout: Layout) -> str:
     )
 
 
-def _has_fixed_chunks(layout: Degrees) -> Any:
+def _has_fixed_chunks(layout: Degrees) -> Elementwise:
     """Is the schedule one for a certain number of chunks, and for a pipeline only?"""
     return (layout.schedule == "zb-h1") | layout.is_bidirectional | _is_v(layout)
 
 
-def _is_v(layout: Degrees) -> Any:
+def _is_v(layout: Degrees) -> Elementwise:
     return is_one_of(layout.schedule, ("zb-v", "dualpipe-v"))
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import heapq
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
 from fivefold.errors import UserError
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.notation import Degrees, Layout
 
 
@@ -48,7 +48,9 @@ def stage_ranges(layers: tuple[int, ...]) -> list[range]:
     return [range(first, end) for first, end in pairwise(accumulate(layers, initial=0))]
 
 
-def split_layers_many(num_layers: int, stages: Any, stage: Any) -> tuple[Any, Any]:
+def split_layers_many(
+    num_layers: int, stages: Elementwise, stage: Elementwise
+) -> tuple[Elementwise, Elementwise]:
     """The layers first to end - 1 of virtual stage `stage`, elementwise over both arrays.
 
     The same layers as in `stage_ranges(split_layers(num_layers, stages))[stage]`: there the first
@@ -76,19 +78,19 @@ def split_layers_many(num_layers: int, stages: Any, stage: Any) -> tuple[Any, An
     between = np.where(weighted, size_of_weighted, size)
     longer = np.where(weighted, longer_of_weighted, longer_of_even)
 
-    def begin(stage: Any) -> Any:
+    def begin(stage: Elementwise) -> Elementwise:
         inner = first + (stage - 1) * between + np.minimum(stage - 1, longer)
         return np.where(stage <= 0, 0, np.where(stage >= stages, num_layers, inner))
 
     return begin(stage), begin(stage + 1)
 
 
-def chunks_a_rank(layout: Degrees) -> Any:
+def chunks_a_rank(layout: Degrees) -> Elementwise:
     """Virtual stages that one pipeline rank holds, elementwise."""
     return layout.vpp * (1 + layout.is_bidirectional)
 
 
-def chunk_stage(layout: Degrees, rank: Any, chunk: Any) -> Any:
+def chunk_stage(layout: Degrees, rank: Elementwise, chunk: Elementwise) -> Elementwise:
     """The virtual stage that pipeline rank `rank` holds as its chunk number `chunk`, elementwise.
 
     Chunks go down the ranks again and again (stage s on rank s % pp); with a V every second one

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import FP32, RankWorkload, choose
 
@@ -31,18 +31,20 @@ def transfers(work: RankWorkload) -> Iterator[Transfer]:
         yield from _ring(work, passes, attention_again)
 
 
-def _kv_heads(work: RankWorkload) -> Any:
+def _kv_heads(work: RankWorkload) -> Elementwise:
     """kv heads on this rank, repeated for tp and for ulysses when there are too few."""
     kv_heads = np.maximum(work.config.num_kv_heads // work.layout.tp, 1)
     return np.maximum(kv_heads, work.layout.ulysses)
 
 
-def _ulysses(work: RankWorkload, passes: Any, attention_again: Any, output_again: Any):
+def _ulysses(
+    work: RankWorkload, passes: Elementwise, attention_again: Elementwise, output_again: Elementwise
+):
     config, size = work.config, work.layout.ulysses
     heads, kv_heads = config.num_heads // work.layout.tp, _kv_heads(work)
     happens = size > 1
     # Tensors of one shape are one transfer; in latent attention keys are wider than values.
-    tensors: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    tensors: dict[tuple[str, int], list[Elementwise]] = defaultdict(list)
     tensors["q", config.qk_head_dim].append(attention_again)
     tensors["q", config.v_head_dim].append(output_again)
     tensors["kv", config.qk_head_dim].append(attention_again)
@@ -66,7 +68,9 @@ def _ulysses(work: RankWorkload, passes: Any, attention_again: Any, output_again
             )
 
 
-def _ring(work: RankWorkload, passes: Any, attention_again: Any) -> Iterator[Transfer]:
+def _ring(
+    work: RankWorkload, passes: Elementwise, attention_again: Elementwise
+) -> Iterator[Transfer]:
     """A ring rank has the whole heads that ulysses left it, of ulysses times the tokens."""
     size = work.layout.ring
     hops = size - 1

@@ -9,10 +9,10 @@ expert weights over edp. Units are layers, and the rest of the chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import FP32, RankWorkload, Unit, choose, shard_degree
 
@@ -49,7 +49,7 @@ def _is_expert(unit: Unit) -> bool:
     return unit.weights[0][0].is_routed
 
 
-def _is_sharded(work: RankWorkload, expert: bool) -> Any:
+def _is_sharded(work: RankWorkload, expert: bool) -> Elementwise:
     """Does ZeRO shard these weights? Experts may have too few replicas to shard over."""
     return (work.layout.zero > 0) & (shard_degree(work.layout, expert) > 1)
 
@@ -65,7 +65,9 @@ def _all_reduce(work: RankWorkload, unit: Unit) -> Iterator[Transfer]:
         yield Transfer("dp", "backward", "all_reduce", size, payload, calls, axis=axis)
 
 
-def _sharded(work: RankWorkload, parts: list[Unit], count: Any, again: Any) -> Iterator[Transfer]:
+def _sharded(
+    work: RankWorkload, parts: list[Unit], count: Elementwise, again: Elementwise
+) -> Iterator[Transfer]:
     """Units of sharded weights, each of these parts; `again`: gathered for the backward pass?"""
     layout, m, expert = work.layout, work.micro_batches, _is_expert(parts[0])
     units = count * _is_sharded(work, expert)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.parallel.workload import FP32, RankWorkload, Sizes, choose, shard_degree
 
 MOMENTS_BYTES = 8
@@ -32,9 +32,9 @@ MOMENTS_BYTES = 8
 class StateBytes:
     """Bytes, numbers or arrays [n] over layouts."""
 
-    weights: Any
-    gradients: Any
-    optimizer: Any
+    weights: Elementwise
+    gradients: Elementwise
+    optimizer: Elementwise
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
@@ -43,7 +43,7 @@ class StateBytes:
             self.optimizer + other.optimizer,
         )
 
-    def scaled(self, times: Any) -> StateBytes:
+    def scaled(self, times: Elementwise) -> StateBytes:
         return StateBytes(times * self.weights, times * self.gradients, times * self.optimizer)
 
 
@@ -70,7 +70,9 @@ def _sum(work: RankWorkload, bytes_of: Callable[..., StateBytes]) -> StateBytes:
     return total
 
 
-def _after_step(work: RankWorkload, sizes: Sizes, shards: Any, in_layer: bool) -> StateBytes:
+def _after_step(
+    work: RankWorkload, sizes: Sizes, shards: Elementwise, in_layer: bool
+) -> StateBytes:
     stored = choose(sizes.sharded, sizes.padded // shards, sizes.local)
     # Without shards to gather from, a second copy in the compute precision stays.
     copy_bytes = work.element_bytes if work.element_bytes < FP32 else 0
@@ -79,7 +81,7 @@ def _after_step(work: RankWorkload, sizes: Sizes, shards: Any, in_layer: bool) -
 
 
 def _before_last_backward(
-    work: RankWorkload, sizes: Sizes, shards: Any, in_layer: bool
+    work: RankWorkload, sizes: Sizes, shards: Elementwise, in_layer: bool
 ) -> StateBytes:
     state = _after_step(work, sizes, shards, in_layer)
     layout = work.layout

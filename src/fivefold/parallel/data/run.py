@@ -19,11 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from fivefold.model.moe import MoE
@@ -31,6 +29,12 @@ from fivefold.model.parameters import do_or_put_off, local_tensor
 from fivefold.model.transformer import Layer, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
+from fivefold.parallel.data.fsdp import (
+    RecordedAllGather,
+    RecordedReduceScatter,
+    Reduction,
+    set_prefetches,
+)
 from fivefold.parallel.mesh import Axes
 from fivefold.parallel.shards import Shards
 
@@ -100,7 +104,7 @@ class DataParallel:
         self._buffers: list[_GradientBuffer] = []
         self._sharded: list[FSDPModule] = []
         self._sharded_parameters: list[nn.Parameter] = []
-        self._reduction = _Reduction()
+        self._reduction = Reduction()
         if self.zero == 0:
             self._buffer_all()
         else:
@@ -154,7 +158,7 @@ class DataParallel:
         if self.stage.first and not self.stage.last:
             # An embedding's backward pass does not need its weights.
             self._sharded[-1].set_unshard_in_backward(False)
-        _prefetch(self.stage, layers)
+        set_prefetches(self.stage, layers)
         self._sharded_parameters = [p for p in self.stage.parameters() if isinstance(p, DTensor)]
 
     def _shard(
@@ -180,8 +184,8 @@ class DataParallel:
             ignored_params=set(ignored),
         )
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(_AllGather(axis))
-        module.set_custom_reduce_scatter(_ReduceScatter(axis, self._reduction))
+        module.set_custom_all_gather(RecordedAllGather(axis))
+        module.set_custom_reduce_scatter(RecordedReduceScatter(axis, self._reduction))
         if local_tensor(next(module.parameters())).is_cpu:  # elsewhere FSDP2 has streams for it
             module._set_unshard_async_op(True)
         module.set_gradient_divide_factor(1.0)
@@ -302,122 +306,3 @@ def _sum_together(grads: list[Tensor], axis: Axis) -> None:
     comm.all_reduce(flat, axis)
     for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
-
-
-def _prefetch(stage: Stage, layers: list[Layer]) -> None:
-    """Tell each unit which ones to gather the weights of while it computes.
-
-    FSDP2's own guess follows the order of the last forward passes, which under a pipeline is that
-    of other micro-batches. A layer's experts are the first that its backward pass needs, so they
-    are gathered with it then.
-    """
-    experts = {layer: _sharded_experts(layer) for layer in layers}
-    for layer, after in zip(layers, [*layers[1:], None], strict=True):
-        _set_prefetches(layer, "forward", [*experts[layer], *([after] if after else [])])
-    for layer, before in zip(layers, [None, *layers], strict=False):
-        _set_prefetches(layer, "backward", [before, *experts[before]] if before else [])
-        for unit in experts[layer]:
-            _set_prefetches(unit, "backward", [])
-    _set_prefetches(stage, "forward", layers[:1])
-    _set_prefetches(stage, "backward", [unit for x in layers[-1:] for unit in (x, *experts[x])])
-
-
-def _sharded_experts(layer: Layer) -> list[nn.Module]:
-    mixture = [layer.mlp.experts] if isinstance(layer.mlp, MoE) else []
-    return [experts for experts in mixture if isinstance(experts, FSDPModule)]
-
-
-def _set_prefetches(unit: nn.Module, phase: str, others: Sequence[nn.Module]) -> None:
-    assert isinstance(unit, FSDPModule)
-    if phase == "forward":
-        unit.set_modules_to_forward_prefetch(list(others))  # pyright: ignore[reportArgumentType]
-    else:  # with none FSDP2 would guess; a unit that names itself gathers nothing
-        unit.set_modules_to_backward_prefetch(list(others) or [unit])  # pyright: ignore
-
-
-class _Gathering(dist.Work):
-    """An all-gather that FSDP2 waits for when it needs the weights."""
-
-    def __init__(self, pending: Pending) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def wait(self, timeout: object = None) -> bool:
-        self._pending.wait()
-        return True
-
-
-class _AllGather(AllGather):
-    """FSDP2's all-gather of weights, issued and recorded by `comm`."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op=False
-    ) -> dist.Work | None:
-        pending = comm.start_all_gather(input_tensor, self.axis, out=output_tensor)
-        if async_op:
-            return _Gathering(pending)
-        pending.wait()
-        return None
-
-
-class _Reduction:
-    """The reduce-scatter that goes on beside the backward pass. One at a time, as FSDP2 has it on
-    GPUs: until it is done, the unsharded gradients of its unit are held."""
-
-    def __init__(self) -> None:
-        self._under_way: tuple[Pending, _ReduceScatter] | None = None
-        self.units: list[_ReduceScatter] = []
-
-    def begin_step(self) -> None:
-        for unit in self.units:
-            unit.total = None
-
-    def start(self, pending: Pending, unit: _ReduceScatter) -> None:
-        self._under_way = pending, unit
-
-    def wait(self) -> None:
-        if self._under_way is not None:
-            pending, unit = self._under_way
-            unit.add(pending.wait())
-            self._under_way = None
-
-
-class _ReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter of a unit's gradients, issued and recorded by `comm`.
-
-    FSDP2 takes the tensor it allocates here for the gradient, and finds none that it would have to
-    add to: the sum over micro-batches is made when a message is done.
-    """
-
-    def __init__(self, axis: Axis, reduction: _Reduction) -> None:
-        self.axis, self.reduction = axis, reduction
-        self.total: Tensor | None = None  # of the micro-batches so far
-        reduction.units.append(self)
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.reduction.wait()  # gives its memory back first
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op,
-        async_op=False,
-    ) -> None:
-        pending = comm.start_reduce_scatter(input_tensor, self.axis, out=output_tensor)
-        self.reduction.start(pending, self)
-        if not input_tensor.is_cpu:
-            self.reduction.wait()  # of the stream that FSDP2 has for it, not of the host
-
-    def add(self, reduced: Tensor) -> None:
-        if self.total is not None:
-            reduced += self.total
-        self.total = reduced

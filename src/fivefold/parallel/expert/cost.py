@@ -9,10 +9,10 @@ partial results summed; how many arrive is the router's choice, so the payload i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import FP32, RankWorkload
 
@@ -31,7 +31,7 @@ def transfers(work: RankWorkload) -> Iterator[Transfer]:
             yield transfer
 
 
-def _messages(work: RankWorkload, passes: Any, again: Any) -> Iterator[Transfer]:
+def _messages(work: RankWorkload, passes: Elementwise, again: Elementwise) -> Iterator[Transfer]:
     layout, moe = work.layout, work.config.moe
     assert moe is not None
     tokens = work.tokens // layout.tp  # each tp rank routes its own slice
@@ -46,7 +46,13 @@ def _messages(work: RankWorkload, passes: Any, again: Any) -> Iterator[Transfer]
     }
 
     def move(
-        phase: str, op: str, axis: str, payload: Any, calls: Any, is_recompute=False, routed=False
+        phase: str,
+        op: str,
+        axis: str,
+        payload: Elementwise,
+        calls: Elementwise,
+        is_recompute=False,
+        routed=False,
     ) -> Transfer:
         size = sizes[axis]
         calls = calls * (size > 1)

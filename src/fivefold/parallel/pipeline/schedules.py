@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from functools import lru_cache
-from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.layout.actions import BOTH_ENDS, FOLD, LOOP, Action, is_table_file
+from fivefold.layout.arrays import Elementwise
 from fivefold.layout.legality import VALUE_RULES
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import broken
@@ -189,7 +189,7 @@ def _one_forward_one_backward(rank: int, pp: int, vpp: int, micro_batches: int) 
     return row
 
 
-def warm_up_1f1b(rank: Any, pp: Any, vpp: Any) -> Any:
+def warm_up_1f1b(rank: Elementwise, pp: Elementwise, vpp: Elementwise) -> Elementwise:
     """Forwards before the first one-forward-one-backward pair, elementwise on arrays.
 
     Without chunks: the ranks still ahead of this one. With chunks, as in Megatron-LM: twice that,

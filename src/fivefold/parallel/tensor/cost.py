@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from fivefold.layout.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.model.config import ModelConfig
 from fivefold.parallel.workload import FP32, RankWorkload, kv_copies
@@ -46,13 +46,15 @@ def _sums(work: RankWorkload) -> Iterator[Transfer]:
     megatron_sp = layout.sp & (layout.tp > 1)
     plain = np.logical_not(layout.sp) & (layout.tp > 1)
 
-    def move(phase: str, op: str, calls: Any, is_recompute: bool = False) -> Transfer:
+    def move(phase: str, op: str, calls: Elementwise, is_recompute: bool = False) -> Transfer:
         happens = plain if op == "all_reduce" else megatron_sp
         calls = work.micro_batches * calls * happens
         size, payload = layout.tp, work.hidden_bytes
         return Transfer("tp", phase, op, size, payload, calls, axis="tp", is_recompute=is_recompute)
 
-    def entries(phase: str, op: str, calls: Any, attention: Any, is_recompute: bool = False):
+    def entries(
+        phase: str, op: str, calls: Elementwise, attention: Elementwise, is_recompute: bool = False
+    ):
         """Moves of what enters split matrices, of which `attention` enter attention."""
         latent = _latent_width(config)
         if latent is None:
@@ -79,7 +81,7 @@ def _sums(work: RankWorkload) -> Iterator[Transfer]:
             yield move("backward", "all_reduce", exits_again, is_recompute=True)
 
 
-def _pairs(config: ModelConfig, count: Callable[..., Any]) -> Any:
+def _pairs(config: ModelConfig, count: Callable[..., Elementwise]) -> Elementwise:
     """Pairs of split matrices in the layers that `count` counts."""
     has_shared = config.moe is not None and config.moe.shared_intermediate_size > 0
     mlps = count(lambda kind: not kind.moe) * (not config.parallel_attention)
@@ -110,7 +112,7 @@ def _partial_gradients(work: RankWorkload) -> Iterator[Transfer]:
     layout = work.layout
     dense, _, outside = work.units
 
-    def gradients(partial: str) -> Any:
+    def gradients(partial: str) -> Elementwise:
         weights = [*dense, *outside]
         return work.total(weights, lambda sizes: sizes.gradient, lambda w: w.partial == partial)
 
