@@ -1,4 +1,4 @@
-"""How a program that trains on a CPU has the C library keep the memory that tensors free."""
+"""Settings of the C library: on a CPU, it keeps the memory that tensors free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 TUNABLES = {
     # Large blocks (up to 32 MiB, its limit) stay when they are freed: the system would have to
-    # clear and map their pages anew at every use.
+    # clear and map their pages again at every use.
     "glibc.malloc.mmap_threshold": 32 * 2**20,
     "glibc.malloc.trim_threshold": 2**31 - 1,
     # Small blocks join with their free neighbours at once. Kept apart, in its caches, they lie
@@ -25,8 +25,7 @@ NVIDIA = Path("/dev/nvidiactl")
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a program should run that trains on a CPU: those of an environment,
-    and what it does not say itself."""
+    """The environment for training on a CPU: the given one, and the settings that it lacks."""
     own = environment.get("GLIBC_TUNABLES", "")
     missing = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in own]
     return {
@@ -37,8 +36,8 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def reexec_with_malloc_settings() -> None:
-    """Start this very command anew with the settings in its environment, unless they are there: it
-    is the same process. What a user has set stays."""
+    """Execute this command again, in the same process, with the settings in its environment, unless
+    they are there. What a user has set stays."""
     wanted = settings(os.environ)
     if sys.platform == "linux" and sys.executable and not NVIDIA.exists() and wanted != os.environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)

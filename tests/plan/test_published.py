@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from fivefold.plan.time.constants import Constants
 
 from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import choose, predict_steps
@@ -21,7 +22,6 @@ from fivefold.layout.notation import parse
 from fivefold.model.huggingface.presets import config_from_dimensions
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.memory.states import estimate_memory
-from fivefold.plan.time.constants import Constants
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
 from tests.plan import cores

@@ -109,7 +109,7 @@ def test_workers_on_gpus_have_a_process_group() -> None:
 
 
 def test_more_workers_than_gpus_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^1000 ranks need a GPU each and \d+ are visible: use"):
+    with pytest.raises(UserError, match=r"^1000 ranks need one GPU each, but \d+ are visible: use"):
         launch(sum_of_ranks, 1000, 1, device="cuda")
 
 

@@ -326,7 +326,7 @@ def test_a_folder_with_checkpoints_is_not_trained_over(values: dict[str, Any]) -
     before = metrics(values)
     assert "add --resume to continue that run" in refusal(train, make(values))
     other = make(values, seed=1, checkpoint={"resume": True})
-    assert "seed is 0 there and 1 here" in refusal(train, other)
+    assert "seed was 0 and is now 1" in refusal(train, other)
     assert metrics(values) == before
 
 
@@ -358,7 +358,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
 ) -> None:
     free = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: free)
-    assert "12 bytes a parameter" in refusal(train, make(values, checkpoint={"every": 1}))
+    assert "12 bytes per parameter" in refusal(train, make(values, checkpoint={"every": 1}))
     assert not (tmp_path / "out").exists()
 
 

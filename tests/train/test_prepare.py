@@ -152,7 +152,7 @@ def test_a_gpu_is_taken_where_there_is_one(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device("auto") == "cuda"
     assert device("cpu") == "cpu"
-    with pytest.raises(UserError, match="4 ranks need a GPU each and 2 are visible"):
+    with pytest.raises(UserError, match="4 ranks need one GPU each, but 2 are visible"):
         plan_run(Run.model_validate(values | {"device": "auto", "layout": "dp4"}))
 
 

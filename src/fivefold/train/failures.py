@@ -29,21 +29,31 @@ class StatusRecord(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A text in the record, cut to its bytes."""
+
+    field: str
+    size: int
+
+    def __get__(self, status: WorkerStatus, owner: type) -> str:
+        return getattr(status.record, self.field).decode(errors="ignore")
+
+    def __set__(self, status: WorkerStatus, text: str) -> None:
+        setattr(status.record, self.field, text.encode()[: self.size])
+
+
 class WorkerStatus:
     """What a worker is doing. Writing a field takes well under a microsecond and no lock; text that
     is too long for the record (96 and 256 bytes) is cut."""
 
+    coordinates = _Text("coordinates", 96)
+    """The worker's place in the layout, such as "pp1 tp0"."""
+    doing = _Text("doing", 256)
+    """The call it is in, such as "all_reduce of 4,096 bytes over tp"."""
+
     def __init__(self, record: StatusRecord) -> None:
         self.record = record
-
-    @property
-    def coordinates(self) -> str:
-        """The worker's place in the layout, such as "pp1 tp0"."""
-        return self.record.coordinates.decode(errors="ignore")
-
-    @coordinates.setter
-    def coordinates(self, text: str) -> None:
-        self.record.coordinates = text.encode()[:96]
 
     @property
     def step(self) -> int | None:
@@ -52,15 +62,6 @@ class WorkerStatus:
     @step.setter
     def step(self, step: int | None) -> None:
         self.record.step = -1 if step is None else step
-
-    @property
-    def doing(self) -> str:
-        """The call it is in, such as "all_reduce of 4,096 bytes over tp"."""
-        return self.record.doing.decode(errors="ignore")
-
-    @doing.setter
-    def doing(self, text: str) -> None:
-        self.record.doing = text.encode()[:256]
 
 
 status = WorkerStatus(StatusRecord(b"", -1, b""))

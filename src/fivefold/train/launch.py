@@ -47,8 +47,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def preload() -> None:
-    """Import all that a worker needs, so that forked workers need not. Computes nothing: a parent
-    with running threads or a CUDA context is not one to fork from."""
+    """Import what workers need before they are forked. Computes nothing: a parent with running
+    threads or a CUDA context cannot be forked."""
     import torch
     import torch._dynamo  # the first DTensor or optimizer imports it, which takes half a second
     import torch.distributed
@@ -67,7 +67,7 @@ def launch(
 ) -> list[T]:
     """Call `function(*args)` in `world_size` new local workers and return the results by rank.
 
-    Each worker has a process group (gloo on "cpu", NCCL with one GPU a rank on "cuda") whose
+    Each worker has a process group (gloo on "cpu", NCCL with one GPU per rank on "cuda") whose
     collectives give up after `timeout_s` seconds. Results must be picklable; so must `function`
     and `args` where workers are spawned. If a worker raises, exits or is killed, all are ended
     within seconds, and `WorkerFailure` says what happened; a worker's UserError or BrokenPipeError
@@ -123,7 +123,7 @@ def check_machine(world_size: int, device: str) -> None:
                 f"a layout for at most {gpus} or torchrun on more machines" if gpus else "the CPU"
             )
             raise UserError(
-                f"{world_size} ranks need a GPU each and {gpus} are visible: use {fits}"
+                f"{world_size} ranks need one GPU each, but {gpus} are visible: use {fits}"
             )
 
 
@@ -135,8 +135,8 @@ def _context(device: str) -> ForkContext | SpawnContext:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while workers start. They inherit the hold, so that it reaches the parent
-    alone, which then ends them without a traceback from each."""
+    """Block Ctrl-C while workers start. They inherit the block: it reaches the parent alone, which
+    ends them without a traceback from each."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -217,7 +218,7 @@ def _reporter(prepared: Prepared, finished_steps: int, header: str) -> Reporter:
 
 
 def _steps(trainer: Trainer, run: Run, start: Saved | None) -> Iterator[StepMetrics]:
-    """Train to the end of the run. A step is saved when what it yielded has been reported."""
+    """Train to the end of the run. A checkpoint is saved once its step has been reported."""
     from fivefold.train import checkpoint
     from fivefold.train.start import checkpoints
 
@@ -230,9 +231,9 @@ def _steps(trainer: Trainer, run: Run, start: Saved | None) -> Iterator[StepMetr
         result = trainer.step(finished, rate)
         finished += 1
         tokens += result.tokens
-        metrics = _metrics(finished, rate, result, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
         status.doing = ""
-        yield metrics
+        yield StepMetrics(finished, rate, seconds, result.tokens / seconds, **asdict(result))
         skips = skips + 1 if result.skipped else 0
         if skips == MAX_SKIPS:
             raise UserError(_diverged(finished, result, run))
@@ -244,20 +245,6 @@ def _steps(trainer: Trainer, run: Run, start: Saved | None) -> Iterator[StepMetr
             if trainer.axes.rank == 0:
                 checkpoint.prune(folder, run.checkpoint.keep)
             status.doing = ""
-
-
-def _metrics(finished: int, rate: float, result: StepResult, seconds: float) -> StepMetrics:
-    return StepMetrics(
-        step=finished,
-        loss=result.loss,
-        balance_loss=result.balance_loss,
-        grad_norm=result.grad_norm,
-        lr=rate,
-        tokens=result.tokens,
-        seconds=seconds,
-        tokens_per_s=result.tokens / seconds,
-        skipped=result.skipped,
-    )
 
 
 def _diverged(finished: int, result: StepResult, run: Run) -> str:

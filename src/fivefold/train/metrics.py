@@ -1,4 +1,4 @@
-"""What a run tells of itself: a line or a bar on the terminal, a file of metrics, TensorBoard."""
+"""What a run reports: a line or a bar on the terminal, a file of metrics, TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from fivefold.train.runfile import Run
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, as it stands in metrics.jsonl."""
+    """One step, a line of metrics.jsonl. The last five are those of `trainer.StepResult`."""
 
     step: int  # from 1
-    loss: float  # mean over the valid tokens of the global batch, in nats
-    balance_loss: float  # of the mixtures, scaled by their coefficient
-    grad_norm: float  # before clipping
     lr: float
-    tokens: int  # valid ones
     seconds: float
     tokens_per_s: float
-    skipped: bool  # the gradient was not finite and nothing was changed
+    loss: float  # mean over the valid tokens of the global batch, in nats
+    balance_loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
 
 
 class MetricsFile:
-    """JSON lines, an object a step, each written when its step is done."""
+    """JSON lines, one object per step, each written when its step is done."""
 
     def __init__(self, path: Path, finished_steps: int) -> None:
-        """Go on after `finished_steps`: lines of later steps, from before a resume, go. With 0 the
-        file starts anew."""
+        """Resume after `finished_steps`: lines of later steps, from before a resume, are removed.
+        With 0 the file is emptied."""
         kept = _lines_up_to(path, finished_steps) if finished_steps else []
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, "".join(kept))
@@ -174,7 +174,7 @@ def _bar() -> Progress:
 
 
 def check_tensorboard(run: Run) -> None:
-    """Raises UserError if TensorBoard is asked for and not there."""
+    """Raises UserError if TensorBoard is requested and not installed."""
     if run.tensorboard and find_spec("tensorboard") is None:
         raise UserError(
             "tensorboard: true needs the package tensorboard, which is not installed: "
@@ -196,7 +196,7 @@ PEAK_FLOPS_PER_S: dict[str, dict[str, float]] = {
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
-    """The most that one device does, by torch.cuda.get_device_name; None if it is not known."""
+    """Peak FLOP/s of one device, by torch.cuda.get_device_name; None if it is not known."""
     for name, peak in PEAK_FLOPS_PER_S.items():
         if name in device_name:
             return peak[precision]
@@ -204,7 +204,7 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
 
 
 def begin_peak_memory() -> int:
-    """Forget the peak so far, where the system lets us; the bytes this process has now."""
+    """Reset the peak, where the system allows it. Returns the bytes this process has now."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -220,8 +220,8 @@ def begin_peak_memory() -> int:
 
 
 def _give_back_freed_memory() -> None:
-    """To the system, what the C library has kept, of tokenizing say: tensors would take its place,
-    and nobody would see this process grow."""
+    """Return to the system what the C library has kept, for example of tokenizing: tensors would
+    take its place, and the process would not be seen to grow."""
     if sys.platform == "linux":
         c_library = ctypes.CDLL(None)
         if hasattr(c_library, "malloc_trim"):  # musl has none
@@ -229,7 +229,7 @@ def _give_back_freed_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has had: of a GPU by tensors, else all that was resident."""
+    """Peak memory of this process: what tensors took on its GPU, else resident memory."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -1,5 +1,5 @@
-"""From a run file to all that a training process needs. Every refusal happens here, before a
-process has been started and before anything but the cache of tokens has been written."""
+"""From a run file to all that a training process needs. A run is rejected here, before a process
+has started and before anything but the cache of tokens has been written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, how it is split and where: the run file against model and machine."""
+    """What is trained, how it is split and on what device: a run checked with its model and this
+    machine."""
 
     run: Run
     config: ModelConfig
@@ -65,7 +66,7 @@ def prepare_run(run: Run) -> Prepared:
 
 def plan_run(run: Run) -> Plan:
     """`prepare_run` without the data: quick, and writes nothing. Under torchrun the layout may
-    leave out dp, which follows from the number of processes."""
+    omit dp, which follows from the number of processes."""
     world_size = processes_of_torchrun() if joined_by_torchrun() else None
     if world_size is not None and {"dp", "edp"} & stated(run.layout):
         check_world_size(parse(run.layout).world_size)
@@ -107,7 +108,7 @@ def _choose_device(wanted: str) -> str:
 
 
 def _check_vocabulary(data: Data, config: ModelConfig) -> None:
-    """Every token must have its row in the embedding; rows that no token uses do no harm."""
+    """Every token must have a row in the embedding; rows without a token are allowed."""
     size = bpe_vocab_size(data.tokenizer)
     if size is None:
         size = open_tokenizer(data.tokenizer, data.eos_token).vocab_size
@@ -120,8 +121,8 @@ def _check_vocabulary(data: Data, config: ModelConfig) -> None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """What shows, on stderr, how much text has been tokenized: a bar, or where that is no terminal
-    one line. Nothing is shown of what takes less than `PATIENCE_S`."""
+    """Shows on stderr how much text has been tokenized: a bar, or one line if stderr is not a
+    terminal. Nothing is shown if it takes less than `PATIENCE_S`."""
     console = Console(stderr=True)
     bar = rich.progress.Progress(
         TextColumn("tokenizing"),

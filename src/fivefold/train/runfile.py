@@ -54,16 +54,16 @@ class LrSchedule(Section):
 class Checkpoint(Section):
     every: PositiveInt | None = None  # steps; None: no checkpoints
     keep: PositiveInt = 2  # newest checkpoints that are kept
-    resume: bool = False  # go on from the newest checkpoint in `out`
+    resume: bool = False  # from the newest checkpoint in `out`
 
 
 class Run(Section):
-    """A run file, checked. Paths are absolute: relative ones are meant from the file's folder."""
+    """A run file, checked. Paths are absolute: relative ones are relative to the file's folder."""
 
     model: str | dict[str, Any]  # path of a Hugging Face config.json, or its keys
     data: Data
     layout: str = "dp1"
-    global_batch: PositiveInt  # sequences an optimizer step, whatever the layout
+    global_batch: PositiveInt  # sequences per optimizer step, whatever the layout
     steps: PositiveInt
     optimizer: Optimizer
     lr_schedule: LrSchedule = LrSchedule()
@@ -75,7 +75,7 @@ class Run(Section):
     tensorboard: bool = False
     timeline: str | None = None  # file of what all ranks did and sent; None: it is not written
     timeline_steps: PositiveInt = 3  # steps in it, those after the first of the run
-    cluster: str | None = None  # that the plan beside the run is for; None: this machine
+    cluster: str | None = None  # for which the run is predicted; None: this machine
     out: str | None = None  # folder of metrics and checkpoints; None: nothing is written
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: PositiveInt = 300  # a collective that waits longer than this has failed

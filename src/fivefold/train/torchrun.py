@@ -1,4 +1,4 @@
-"""A run whose processes torchrun has started: how they find each other.
+"""A run whose processes torchrun started: how they find each other.
 
 Any launcher that sets the same environment variables will do, on any number of nodes.
 """
@@ -30,7 +30,7 @@ def processes_of_torchrun() -> int:
 
 
 def check_world_size(layout_world_size: int) -> None:
-    """Refuse, before any process group is made, a number of processes the layout is not for."""
+    """UserError for a number of processes that the layout is not for."""
     started = processes_of_torchrun()
     if started != layout_world_size:
         raise UserError(
@@ -88,7 +88,7 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
     if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT must lie between 1 and 65535, not {port}")
     # torchrun's own process may hold the store; else rank 0 does, and if it has to give up it
-    # does so last, so that the others can still look who is missing.
+    # does so last: the others can then still see who is missing.
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     give_up = time.monotonic() + timeout_s + (2 if holds_store else 0)
     try:
@@ -129,7 +129,7 @@ def _store(host: str, port: int, timeout_s: float, serve: bool) -> Store:
         port,
         is_master=serve,
         timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,  # it could not say which ranks are missing
+        wait_for_workers=False,  # its error does not name the missing ranks
     )
 
 
@@ -150,9 +150,9 @@ def _who_is_missing(store: Store, keys: list[str], address: str, timeout_s: floa
     try:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
-        return f"rank 0 left {address} before all {len(keys)} ranks had joined; it has said why"
+        return f"rank 0 left {address} before all {len(keys)} ranks had joined; see its error"
     return (
         f"of {len(keys)} ranks (WORLD_SIZE) these did not join at {address} within "
-        f"{timeout_s:g} s: {', '.join(missing)}; start them too, or set WORLD_SIZE to the number "
-        "that run"
+        f"{timeout_s:g} s: {', '.join(missing)}; start them, or set WORLD_SIZE to the number of "
+        "ranks that run"
     )

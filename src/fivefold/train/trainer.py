@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,7 +140,7 @@ class Trainer:
     def finish_step(
         self, sums: StepSums, parameters: list[LocalParameter], lr: float
     ) -> StepResult:
-        """The optimizer's part of a step."""
+        """The optimizer's part of a step: clipping and AdamW."""
         with self.step_trace.doing("optimizer"):
             totals = self._total(sums, parameters)
             result = self._result(totals)
@@ -244,7 +245,7 @@ class Trainer:
 
 def make_trainer(prepared: Prepared, optimizer: Optimizer, precision: str) -> Trainer:
     """This rank's trainer of a prepared run, once the default process group exists. From now on
-    `where` tells this rank's place in the layout and the call it is in."""
+    `status` has this rank's place in the layout and the call it is in."""
     device = torch.device(prepared.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -256,13 +257,9 @@ def make_trainer(prepared: Prepared, optimizer: Optimizer, precision: str) -> Tr
         precision,
         prepared.run.seed,
         dist.get_rank(),
-        Recorder(on_call=_now_in),
+        Recorder(on_call=partial(setattr, status, "doing")),
         device,
         prepared.run.dropout,
     )
     status.coordinates = trainer.axes.describe()
     return trainer
-
-
-def _now_in(call: str) -> None:
-    status.doing = call

@@ -1,4 +1,4 @@
-"""Parity: two runs of the same steps, one of them in a single process, held against each other.
+"""Parity: two runs of the same steps, one of them in a single process, compared.
 
 Both take the same samples from the same first weights. Compared are the loss and the gradient
 norm of the first step, every gradient of the first step, every weight after the last step, and the
@@ -47,7 +47,7 @@ this part of the largest gradient of all: what cancels out to almost nothing kee
 error of what cancelled."""
 
 
-# --- what one rank hands back ------------------------------------------------------------------
+# --- what one rank returns ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RankRecord:
 
 
 def record(trainer: Trainer, steps: int) -> RankRecord:
-    """Take `steps` steps and write everything down. Every rank of the world calls this."""
+    """Take `steps` steps and record everything. All ranks call this."""
     from fivefold.train.memory import measure
 
     loads = _ExpertLoads(trainer)
@@ -143,7 +143,7 @@ class _ExpertLoads:
         return count
 
 
-# --- one process against the layout ------------------------------------------------------------
+# --- one process and the layout ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Comparison:
 
 
 def compare(one: Sequence[RankRecord], split: Sequence[RankRecord]) -> Comparison:
-    """Hold the ranks of a layout (`split`) against one process (`one`, of one rank)."""
+    """Compare the ranks of a layout (`split`) with one process (`one`, of one rank)."""
     (reference,) = one
     gradients, _ = assemble([rank.gradients for rank in one])
     weights, _ = assemble([rank.weights for rank in one])
@@ -257,7 +257,7 @@ def _rerouted(one: Sequence[RankRecord], split: Sequence[RankRecord]) -> list[di
 
 
 def _loads(ranks: Sequence[RankRecord]) -> list[dict[int, NDArray[np.int64]]]:
-    """Each step's tokens an expert, by layer, summed over ranks."""
+    """Each step's tokens per expert, by layer, summed over ranks."""
     steps = []
     for step_loads in zip(*(rank.expert_loads for rank in ranks), strict=True):
         layers = sorted({layer for loads in step_loads for layer in loads})

@@ -498,13 +498,21 @@ def test_a_run_that_differs_is_refused_by_what_differs(
     checkpoint.check_resumable(saved, load_config(DENSE), samples)
     other_file = replace(samples.token_file, key="other")
     for values, other, told in [
-        (DENSE | {"hidden_size": 128}, samples, "model.hidden_size is 64 there and 128 here"),
-        (DENSE | {"tie_word_embeddings": True}, samples, "model.tied_embeddings is false there"),
-        (MIXTURE, samples, "model.moe is null there"),
-        (DENSE, replace(samples, seed=1), "seed is 0 there and 1 here"),
-        (DENSE, replace(samples, global_batch=16), "global_batch is 8 there and 16 here"),
-        (DENSE, replace(samples, sequence_length=64), "sequence_length is 16 there and 64 here"),
-        (DENSE, replace(samples, token_file=other_file), "data are other files"),
+        (DENSE | {"hidden_size": 128}, samples, "model.hidden_size was 64 and is now 128"),
+        (
+            DENSE | {"tie_word_embeddings": True},
+            samples,
+            "tied_embeddings was false and is now true",
+        ),
+        (MIXTURE, samples, "model.moe was null"),
+        (DENSE, replace(samples, seed=1), "seed was 0 and is now 1"),
+        (DENSE, replace(samples, global_batch=16), "global_batch was 8 and is now 16"),
+        (DENSE, replace(samples, sequence_length=64), "sequence_length was 16 and is now 64"),
+        (
+            DENSE,
+            replace(samples, token_file=other_file),
+            "the data files or the tokenizer",
+        ),
     ]:
         with pytest.raises(UserError) as refused:
             checkpoint.check_resumable(saved, load_config(values), other)

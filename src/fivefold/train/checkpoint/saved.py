@@ -82,8 +82,8 @@ def check_resumable(saved: Saved, config: ModelConfig, samples: Samples) -> None
     differences = _differences(saved.identity, identity(config, samples))
     if differences:
         raise UserError(
-            f"the run differs from that of the checkpoint {saved.folder}: "
-            f"{'; '.join(differences)}; change it back, or start anew with another out"
+            f"the run differs from the run of the checkpoint {saved.folder}: "
+            f"{'; '.join(differences)}; change it back, or start a new run with another out"
         )
     try:
         found = read_metadata(saved.folder).state_dict_metadata
@@ -112,13 +112,13 @@ def _differences(saved: object, now: object, key: str = "") -> list[str]:
     if saved == now:
         return []
     if key == "data":
-        return ["data are other files or another tokenizer"]
-    return [f"{key} is {json.dumps(saved)} there and {json.dumps(now)} here"]
+        return ["the data files or the tokenizer have changed"]
+    return [f"{key} was {json.dumps(saved)} and is now {json.dumps(now)}"]
 
 
 def check_room(folder: Path, config: ModelConfig, keep: int, saves: int) -> None:
-    """Raises UserError if a disk has no room for the checkpoints of a run that saves `saves` times
-    and keeps `keep`, and one more, because an old one goes only when the new one is there."""
+    """Raises UserError if the disk has no room for the checkpoints of a run that saves `saves`
+    times and keeps `keep`, plus one: an old one is removed only after the new one is complete."""
     size = BYTES_PER_PARAMETER * count_parameters(config).total
     there = len(find(folder)[0])
     exists = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
@@ -127,10 +127,10 @@ def check_room(folder: Path, config: ModelConfig, keep: int, saves: int) -> None
     if wanted * size <= free:
         return
     fits = free // size + there - 1
-    cure = f"set checkpoint.keep to {fits}" if 1 <= fits < keep else "make room, or leave out every"
+    cure = f"set checkpoint.keep to {fits}" if 1 <= fits < keep else "make room, or omit every"
     raise UserError(
-        f"{wanted} checkpoints of {_size(size)} ({BYTES_PER_PARAMETER} bytes a parameter; keep "
-        f"{keep} and the new one) need more than the {_size(free)} that are free at {exists}: "
+        f"{wanted} checkpoints of {_size(size)} ({BYTES_PER_PARAMETER} bytes per parameter; keep "
+        f"{keep} and the new one) need more than the {_size(free)} available at {exists}: "
         f"{cure}"
     )
 
