@@ -250,7 +250,7 @@ def test_check_prints_tables_and_exits_with_1_when_something_differs(capsys, run
     engine("check", lambda run, steps: SimpleNamespace(as_dict=lambda: report(ok=False)))
     assert main(["check", run_file]) == 1
     printed = capsys.readouterr().out
-    assert "dp2 compared with one process" in printed and "all_reduce" in printed
+    assert "dp2 compared with one process" in printed and "all-reduce" in printed
     assert printed.endswith("The layout differs from one process or from its plan.\n")
 
 

@@ -91,7 +91,7 @@ def test_a_message_that_the_plan_does_not_know_is_named() -> None:
     }
     shown = printed(*plan_vs_run_report(report(ledger_differences=[row])))
     line = (
-        "rank 3: TP forward all_reduce of 4,096 bytes over 2 ranks: 0 calls predicted, 1 measured"
+        "rank 3: TP forward all-reduce of 4,096 bytes over 2 ranks: 0 calls predicted, 1 measured"
     )
     assert line in shown
     assert "Measured bytes differ from the plan (last step)." in shown

@@ -53,13 +53,23 @@ def test_the_ledger_table_shows_predicted_and_measured_and_a_total_per_split():
     rows = ledger_rows(Ledger([gradients(3), SEND]), Ledger([gradients(2), SEND]))
     text = printed(ledger_table(rows, "Rank 7"))
     assert text.startswith("Messages of Rank 7 per step")
-    different = "DP backward all_reduce 2 3 x 4,000,000 B 2 x 4,000,000 B 8.00 MB"
-    assert " ".join(line_with(text, "all_reduce").split()) == different
+    different = "DP backward all-reduce 2 3 x 4,000,000 B 2 x 4,000,000 B 8.00 MB"
+    assert " ".join(line_with(text, "all-reduce").split()) == different
     equal = "PP forward send 2 4 x 1.00 KB 4 x 1.00 KB 4.00 KB"
     assert " ".join(line_with(text, "send").split()) == equal
-    assert line_with(text, "total DP").split()[2:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
-    assert line_with(text, "total PP").split()[2:] == ["4.00", "KB", "4.00", "KB", "4.00", "KB"]
-    assert line_with(text, "total  ").split()[1:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+    assert line_with(text, "total", "DP").split()[2:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+    assert line_with(text, "total", "PP").split()[2:] == ["4.00", "KB", "4.00", "KB", "4.00", "KB"]
+    assert text.splitlines()[-1].split()[1:] == ["12.0", "MB", "8.00", "MB", "8.00", "MB"]
+
+
+def test_the_ledger_table_is_whole_at_80_columns():
+    rows = ledger_rows(
+        *[Ledger([Transfer("tp", "backward", "reduce_scatter", 16384, 134_217_728, 20)])] * 2
+    )
+    text = printed(ledger_table(rows, "one rank"), width=80)
+    assert "TP backward reduce-scatter 16384 20 x 134 MB 20 x 134 MB 2.68 GB" in (
+        " ".join(line.split()) for line in text.splitlines()
+    )
 
 
 def test_a_difference_of_one_byte_is_visible():

@@ -15,6 +15,7 @@ from fivefold.report.text import (
     format_seconds,
     gigabytes,
     make_table,
+    op_name,
     part_name,
     percent,
     three_digits,
@@ -166,7 +167,7 @@ def messages_table(first: Row) -> Table:
     ):
         table.add_row(
             "" if split == shown else traffic_name(split, first["ledger"]),
-            op.replace("_", "-"),
+            op_name(op),
             phase,
             str(ranks),
             *_calls(rows),

@@ -13,6 +13,7 @@ from fivefold.report.text import (
     Row,
     format_bytes,
     make_table,
+    op_name,
     span,
     split_name,
     traffic_name,
@@ -85,7 +86,7 @@ def ledger_table(rows: Sequence[Row], who: str) -> Table:
         table.add_row(
             "" if same_split else traffic_name(row["split"], rows),
             row["phase"],
-            row["op"],
+            op_name(row["op"]),
             str(row["group_size"]),
             _calls(row, "predicted"),
             _calls(row, "measured"),
@@ -95,10 +96,8 @@ def ledger_table(rows: Sequence[Row], who: str) -> Table:
     table.add_section()
     splits = list(dict.fromkeys(row["split"] for row in rows))
     for split in splits if len(splits) > 1 else []:
-        _add_total(
-            table, f"total {split_name(split)}", [row for row in rows if row["split"] == split]
-        )
-    _add_total(table, "total", rows)
+        _add_total(table, split_name(split), [row for row in rows if row["split"] == split])
+    _add_total(table, "", rows)
     return table
 
 
@@ -112,12 +111,12 @@ def _calls(row: Row, side: str) -> str:
     return f"{calls:g} x {size}"
 
 
-def _add_total(table: Table, name: str, rows: Sequence[Row]) -> None:
+def _add_total(table: Table, split: str, rows: Sequence[Row]) -> None:
     totals = {
         key: sum(row[key] for row in rows)
         for key in ("predicted_bytes", "measured_bytes", "measured_wire_bytes")
     }
-    table.add_row("", name, "", "", *map(format_bytes, totals.values()))
+    table.add_row("total", split, "", "", *map(format_bytes, totals.values()))
 
 
 def check_report_table(report: Row) -> Table:
@@ -244,7 +243,7 @@ def ledger_difference(row: Row) -> str:
     """A row of `verify.ledgers.compare_ledgers`, in which the plan and the run differ."""
     who = f"pipeline rank {row['pp_rank']}" if row["rank"] is None else f"rank {row['rank']}"
     return (
-        f"[bold red]{who}: {split_name(row['split'])} {row['phase']} {row['op']} of "
+        f"[bold red]{who}: {split_name(row['split'])} {row['phase']} {op_name(row['op'])} of "
         f"{row['payload_bytes']:,g} bytes over {row['group_size']} ranks: "
         f"{row['predicted_calls']:g} calls predicted, {row['measured_calls']:g} measured[/]"
     )

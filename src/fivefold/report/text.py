@@ -11,7 +11,7 @@ from rich.table import Table
 Row = Mapping[str, Any]
 """A part of what `--json` prints. Its keys are those of the program's JSON."""
 
-SPLIT_NAMES = {"dp": "DP", "pp": "PP", "tp": "TP", "cp": "CP", "ep": "EP", "world": "all ranks"}
+SPLIT_NAMES = {"dp": "DP", "pp": "PP", "tp": "TP", "cp": "CP", "ep": "EP", "world": "world"}
 
 PART_NAMES = {
     "slowed": "compute slowed by messages",
@@ -114,6 +114,11 @@ def percent(ratio: float) -> str:
 
 def split_name(split: str) -> str:
     return SPLIT_NAMES.get(split, split)
+
+
+def op_name(op: str) -> str:
+    """`reduce-scatter`"""
+    return op.replace("_", "-")
 
 
 def traffic_name(split: str, rows: Iterable[Row]) -> str:
