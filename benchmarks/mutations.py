@@ -62,6 +62,14 @@ MUTATIONS = [
         "DP hidden behind late stages", "plan",
         r"role_rank\(job\.config, layouts, role\) \* pass_s", "0 * pass_s", PLANNER,
     ),
+    Mutation(
+        "slowest of many nodes", "plan", r"constants\.straggler \* np\.log2\(nodes\)", "0.0",
+        PLANNER,
+    ),
+    Mutation(
+        "tokens sent once a node", "plan",
+        r"share \* _copies_once_a_node\(job, ep_members\) if", "share if", PLANNER,
+    ),
     Mutation("passes of ZeRO", "", r"ZERO_PASSES = \d", "ZERO_PASSES = 0", PLANNER),
     Mutation("keys at a time", "", r"KEYS_AT_A_TIME = \d+", "KEYS_AT_A_TIME = 1", PLANNER),
     Mutation(

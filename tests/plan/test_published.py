@@ -16,7 +16,7 @@ from fivefold.plan.time.constants import Constants
 
 from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import choose, predict_steps
-from fivefold.cluster.cluster import load_cluster
+from fivefold.cluster.load import load_cluster
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import parse
 from fivefold.model.huggingface.presets import config_from_dimensions
@@ -24,7 +24,7 @@ from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.memory.states import estimate_memory
 from fivefold.plan.time.stages import simulate
 from fivefold.plan.time.step import estimate_time
-from tests.plan import cores
+from tests.plan import cpu
 
 # fmt: off
 STEPS = {
@@ -138,7 +138,7 @@ CPU = {
     "dp4 ep4 ga2": 3.80725,
     "tp2 sp pp2 dp2 ep2 ga2 recompute=full": 2.61336,
 }
-"""Seconds per step on the machine of `tests.plan.cores`, by layout."""
+"""Seconds per step on the machine of `tests.plan.cpu`, by layout."""
 
 
 def cpu_seconds(text: str) -> float:
@@ -146,7 +146,7 @@ def cpu_seconds(text: str) -> float:
     config = config_from_dimensions(
         "hidden=256,layers=4,heads=8,kv_heads=4,ffn=704,vocab=2048,experts=4,topk=2,moe_ffn=128"
     )
-    cluster = cores.cluster(layout.world_size)
+    cluster = cpu.cluster(layout.world_size)
     engine = ENGINES["fivefold"]
     job = Job(config, cluster, 2048, layout.global_batch, precision="fp32", engine=engine)
     return simulate(job, [layout])[0].step_s
@@ -163,10 +163,10 @@ def test_the_bubble_of_late_stages_hides_their_gradients():
     config = config_from_dimensions("hidden=4096,layers=16,heads=32,ffn=14336,vocab=128256")
     job = Job(config, cluster, sequence_length=4096, global_batch=16)
     layouts = LayoutBatch.of([parse("pp4 dp4 zero1 ga4")])
-    ranks = estimate_time(job, layouts, Constants.of(cluster.device)).ranks
+    ranks = estimate_time(job, layouts, cluster.device.constants).ranks
 
     def exposed_share(role: str) -> float:
         rows = [row for row in ranks[role].rows if row.transfer.op == "reduce_scatter"]
-        return float(sum(row.exposed for row in rows) / sum(row.seconds for row in rows))
+        return float(np.sum([row.exposed for row in rows]) / np.sum([row.seconds for row in rows]))
 
     assert exposed_share("last") < exposed_share("first") / 2
