@@ -237,19 +237,28 @@ class Machine:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The moments of a phase: how often each name is alive, [moment, name]."""
+    """The moments of a phase: which names are alive, [moment, name]. The last one is the end."""
 
     alive: Floats
     old: NDArray[np.bool_]  # of the names: kept from the forward pass
     experts: bool
 
-    def of(self, sizes: Floats) -> Phase:
-        """The phase for `sizes` [name, layout]. The last moment is the end."""
-        totals = self.alive @ sizes
-        old = (self.alive * self.old) @ sizes
+    @classmethod
+    def of(cls, rows: Floats, end: Floats, old: NDArray[np.bool_], experts: bool) -> Matrix:
+        """Without the moments at which no more is alive than at another one."""
+        rows = np.array([*{row.tobytes(): row for row in rows}.values()])
+        below = np.array([np.sum(np.all(row <= rows, axis=1)) for row in rows])
+        return cls(np.vstack([rows[below == 1], end]), old, experts)
+
+    def phase(self, sizes: Floats, without: Floats | float = 0.0) -> Phase:
+        """The phase for `sizes` [name, layout], not counting `without` [name]."""
+        alive = self.alive * (1 - without)
+        totals = alive @ sizes
         most = totals[:-1].argmax(axis=0)
-        layouts = np.arange(sizes.shape[1])
-        return Phase(totals[most, layouts], old[most, layouts], totals[-1], old[-1], self.experts)
+        old = np.einsum("ln,nl->l", (alive * self.old)[most], sizes)
+        old_end = (alive[-1] * self.old) @ sizes
+        peak = totals[most, np.arange(sizes.shape[1])]
+        return Phase(peak, old, totals[-1], old_end, self.experts)
 
 
 @dataclass(frozen=True)
@@ -261,6 +270,7 @@ class Folded:
     backward: tuple[Matrix, ...]
     left: Floats  # at the end of the backward pass, but for the input's gradient: [name]
     closing: bool  # is the gradient that came in among what is left?
+    given: Floats  # the gradient that came in: [name]
     weights: Matrix | None  # the pass for deferred gradients
 
 
@@ -296,7 +306,9 @@ def fold(
     def matrices(phases: list[Alive], old: list[str]) -> tuple[Matrix, ...]:
         mask = vector(dict.fromkeys(old)) > 0
         return tuple(
-            Matrix(np.array([vector(row) for row in (*each.rows, each.end)]), mask, each.experts)
+            Matrix.of(
+                np.array([vector(row) for row in each.rows]), vector(each.end), mask, each.experts
+            )
             for each in phases
         )
 
@@ -306,5 +318,6 @@ def fold(
         matrices(backward, [*kept, *left] if split else kept),
         vector(left),
         GRADIENT in left,
+        vector([GRADIENT]),
         matrices([weights], left)[0] if weights else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,33 +38,41 @@ class Passes:
     weights: Phase  # the pass for the weights, from nothing but what was deferred
 
 
-@dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """The passes of layers of each kind."""
+    """The passes of layers of each kind, found once for all layouts of a batch."""
 
-    job: Job
-    layouts: LayoutBatch
-    work: RankWorkload
+    def __init__(self, job: Job, layouts: LayoutBatch, work: RankWorkload) -> None:
+        self.job, self.layouts, self.work = job, layouts, work
+        self._known: dict[tuple[LayerKind, bool, bool, bool], Passes] = {}
 
     @cached_property
-    def groups(self) -> list[tuple[NDArray[np.int64], Sizes]]:
-        """The layouts of each structure."""
+    def groups(self) -> list[tuple[NDArray[np.int64], str, Sizes]]:
+        """The layouts of one structure that recompute alike: their indices, how, and sizes."""
         found = []
         for structure, members in structures(self.job, self.layouts).items():
-            part = self.layouts.take(members)
-            work = replace(self.work, layout=part)
-            found.append((members, Sizes(self.job, part, work, structure)))
+            modes = self.layouts.recompute[members]
+            for mode in np.unique(modes):
+                those = members[modes == mode]
+                part = self.layouts.take(those)
+                work = replace(self.work, layout=part)
+                found.append((those, str(mode), Sizes(self.job, part, work, structure)))
         return found
 
-    def passes(self, kind: LayerKind, recompute: str, split: bool, accumulated: bool) -> Passes:
-        """Passes of one layer that is recomputed so: "none", "selective" or "full". With `split`
-        the backward pass is that for the input alone. `accumulated`: are there gradients of
-        earlier micro-batches?"""
-        parts = [
-            (members, _passes(sizes, kind, recompute, split, accumulated))
-            for members, sizes in self.groups
-        ]
-        return _joined(parts, len(self.layouts))
+    def passes(
+        self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
+    ) -> Passes:
+        """Passes of one layer, [layout]; of one that is `recomputed` as a whole only in layouts
+        that do so. With `split` the backward pass is that for the input alone. `accumulated`: are
+        there gradients of earlier micro-batches?"""
+        key = kind, recomputed, split, accumulated
+        if key not in self._known:
+            parts = []
+            for members, mode, sizes in self.groups:
+                if not recomputed or mode == "full":
+                    way = "full" if recomputed else "none" if mode == "full" else mode
+                    parts.append((members, _passes(sizes, kind, way, split, accumulated)))
+            self._known[key] = _joined(parts, len(self.layouts))
+        return self._known[key]
 
 
 _FOLDS: dict[tuple[Any, ...], Folded] = {}
@@ -79,19 +88,18 @@ def _passes(s: Sizes, kind: LayerKind, recompute: str, split: bool, accumulated:
     if key not in _FOLDS:
         _FOLDS[key] = fold(operations, region, recompute, split, sizes)
     folded = _FOLDS[key]
-    given = table * (np.array(list(sizes)) != GRADIENT)[:, None]
     left, none = folded.left @ table, np.zeros(count)
     experts = table[[name.startswith(ROUTED) for name in sizes]].sum(axis=0)
     return Passes(
         kept=folded.kept @ table,
-        forward=tuple(phase.of(table) for phase in folded.forward),
-        backward=tuple(phase.of(table) for phase in folded.backward),
-        given=tuple(phase.of(given) for phase in folded.backward),
+        forward=tuple(phase.phase(table) for phase in folded.forward),
+        backward=tuple(phase.phase(table) for phase in folded.backward),
+        given=tuple(phase.phase(table, folded.given) for phase in folded.backward),
         gradients=none if split else left,
         expert_gradients=none if split else experts,
         deferred_weight_grads=left if split else none,
         closing=np.broadcast_to(sizes[GRADIENT] * folded.closing, count),
-        weights=folded.weights.of(table) if folded.weights else NOTHING,
+        weights=folded.weights.phase(table) if folded.weights else NOTHING,
     )
 
 
@@ -122,21 +130,24 @@ def tensor_sizes(s: Sizes, operations: list[Operation], accumulated: bool) -> di
 
 def _joined(parts: list[tuple[NDArray[np.int64], Any]], count: int) -> Any:
     """One record of arrays [layout] from those of groups of layouts."""
-    first = parts[0][1]
+
+    def join(*values: Any) -> Any:
+        if isinstance(values[0], bool):
+            return values[0]
+        joined = np.zeros(count)
+        for (members, _), value in zip(parts, values, strict=True):
+            joined[members] = value
+        return joined
+
+    return map_records(join, *(value for _, value in parts))
+
+
+def map_records(function: Callable[..., Any], *records: Any) -> Any:
+    """The record of what `function` makes of the entries of records that are alike."""
+    first = records[0]
     if isinstance(first, tuple):
-        return tuple(
-            _joined([(members, value[index]) for members, value in parts], count)
-            for index in range(len(first))
-        )
+        return tuple(map_records(function, *each) for each in zip(*records, strict=True))
     if is_dataclass(first):
-        values = {
-            f.name: _joined([(members, getattr(value, f.name)) for members, value in parts], count)
-            for f in fields(first)
-        }
-        return type(first)(**values)  # pyright: ignore
-    if isinstance(first, bool):
-        return first
-    joined = np.zeros(count)
-    for members, value in parts:
-        joined[members] = value
-    return joined
+        columns = ((getattr(each, f.name) for each in records) for f in fields(first))
+        return type(first)(*(map_records(function, *column) for column in columns))  # pyright: ignore
+    return function(*records)

@@ -187,7 +187,9 @@ class BackwardPass:
         experts = run.experts.gathered * rank.gathers
         message: Bytes = experts
         old, new = passes.kept, rank.hidden * (1 - given)
-        phases = choose(given > 0, passes.given, passes.backward)
+        phases = passes.backward
+        if np.any(given):
+            phases = choose(given > 0, passes.given, phases)
         uses = sum(phase.experts for phase in phases)
         for phase in phases:
             others = ahead + self.on_the_way

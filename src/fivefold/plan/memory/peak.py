@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fivefold.layout.batch import LayoutBatch
 from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.workload import FP32, RankWorkload
-from fivefold.plan.engines import Job
+from fivefold.plan.memory.layers import LayerMemory
 from fivefold.plan.memory.passes import BackwardPass, ForwardPass, WeightPass
 from fivefold.plan.memory.rank import KINDS, PeakMemory, Rank
 from fivefold.plan.memory.schedule import ScheduleEvent, schedule_events
@@ -22,16 +22,18 @@ PASSES = {"F": ForwardPass, "B": BackwardPass, "I": BackwardPass, "W": WeightPas
 
 
 def native_memory(
-    job: Job, layouts: LayoutBatch, rank: NDArray[np.int64] | int, work: RankWorkload
+    rank: NDArray[np.int64] | int, work: RankWorkload, layers: LayerMemory
 ) -> dict[str, NDArray[np.float64]]:
     """Bytes by kind (`KINDS`) at the peak of pipeline rank `rank` of each layout, [layout]."""
+    layouts = layers.layouts
     kinds = {kind: np.zeros(len(layouts)) for kind in KINDS}
     ranks = np.broadcast_to(rank, len(layouts))
     for events, members in _alike(layouts, ranks).items():
         part = layouts.take(members)
         counts = {"layout": part, **_taken(work, members)}
         splits = any(event.kind in "IW" for event in events)
-        those = Rank(job, part, ranks[members], replace(work, **counts), splits)
+        held = replace(work, **counts)
+        those = Rank(layers.job, part, ranks[members], held, layers, members, splits)
         peak = PeakMemory(len(members))
         for event in events:
             PASSES[event.kind](those, event, peak).run()

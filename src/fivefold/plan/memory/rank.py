@@ -4,7 +4,7 @@ between passes, for many layouts at once."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.layer_counts import layer_range
 from fivefold.parallel.workload import FP32, RankWorkload
 from fivefold.plan.engines import Job
-from fivefold.plan.memory.layers import LayerMemory, Passes
+from fivefold.plan.memory.layers import LayerMemory, Passes, map_records
 from fivefold.plan.memory.schedule import ScheduleEvent
 from fivefold.plan.memory.zero import ZeroUnit, unit_of
 from fivefold.plan.operations.operation import Bytes
@@ -80,17 +80,19 @@ class Rank:
         layouts: LayoutBatch,
         rank: NDArray[np.int64],
         work: RankWorkload,
+        layers: LayerMemory,
+        members: NDArray[np.int64],
         splits: bool,
     ) -> None:
-        """`splits`: are there backward passes in two parts?"""
+        """`members` of the layouts of `layers` are these. `splits`: are there backward passes in
+        two parts?"""
         self.job, self.layouts, self.rank, self.work = job, layouts, rank, work
         self.gathers = layouts.zero == 3  # for each pass
         self.reduces = layouts.zero >= 2  # after each backward pass
         self.short = job.element_bytes < FP32
         # Does autograd add to the gradients of earlier micro-batches?
         self.joins = (layouts.zero == 1) & (not self.short)
-        self.splits = splits
-        self.layers = LayerMemory(job, layouts, work)
+        self.layers, self.members = layers, members
         self._known: dict[tuple[LayerKind, bool, bool, bool], Passes] = {}
         chunks = range(int(chunks_a_rank(layouts).max(initial=1)))
         self.stages = [chunk_stage(layouts, rank, chunk) for chunk in chunks]
@@ -99,7 +101,7 @@ class Rank:
         self.chunks = [self._runs(chunk) for chunk in chunks]
         self.wholes = [self._whole(chunk) for chunk in chunks]
         self.keeps = [self._kept(chunk) for chunk in chunks]
-        self.defers = [self._deferred(chunk) for chunk in chunks]
+        self.defers = [self._deferred(chunk) if splits else 0.0 for chunk in chunks]
 
     # Sizes
 
@@ -198,17 +200,12 @@ class Rank:
         self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
     ) -> Passes:
         """The passes of one layer of a kind. `accumulated`: are there gradients already?"""
-        joined = accumulated and bool(np.any(self.joins))
-        key = kind, recomputed, split, joined
+        key = kind, recomputed, split, accumulated and bool(np.any(self.joins))
         if key not in self._known:
-            modes = ("full",) if recomputed else ("none", "selective")
-            chosen = self.layouts.recompute == "selective"
-            found = [
-                self.layers.passes(kind, mode, split, joined)
-                for mode in modes
-                if mode != "selective" or np.any(chosen)
-            ]
-            self._known[key] = found[0] if len(found) == 1 else choose(chosen, found[1], found[0])
+            passes = self.layers.passes(*key)
+            self._known[key] = map_records(
+                lambda each: each[self.members] if np.ndim(each) else each, passes
+            )
         return self._known[key]
 
     def _unit(self, weights: Iterable[Weight]) -> ZeroUnit:
@@ -266,7 +263,7 @@ class Rank:
         """Between its backward pass for the input and that for the weights."""
         head, lookup = self.head_deferred, self.lookup_deferred
         total = self.last(chunk) * head + self.first(chunk) * lookup
-        for run in self.chunks[chunk] if self.splits else ():
+        for run in self.chunks[chunk]:
             passes = self.passes(run.kind, run.recomputed, split=True)
             total = total + run.count * passes.deferred_weight_grads
         return total
@@ -316,10 +313,8 @@ def _segments(config: ModelConfig) -> list[tuple[LayerKind, int, int]]:
 
 def choose(here: Mask, yes: Any, no: Any) -> Any:
     """`yes` where that holds, else `no`, of two records of arrays [layout]."""
-    if isinstance(yes, tuple):
-        return tuple(choose(here, *pair) for pair in zip(yes, no, strict=True))
-    if is_dataclass(yes):
-        names = [each.name for each in fields(yes)]
-        values = (choose(here, getattr(yes, name), getattr(no, name)) for name in names)
-        return type(yes)(**dict(zip(names, values, strict=True)))  # pyright: ignore
-    return yes if isinstance(yes, bool) else np.where(here, yes, no)
+
+    def one(yes: Any, no: Any) -> Any:
+        return yes if isinstance(yes, bool) else np.where(here, yes, no)
+
+    return map_records(one, yes, no)

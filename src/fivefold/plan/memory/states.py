@@ -46,6 +46,7 @@ from fivefold.parallel.workload import (
 )
 from fivefold.plan.engines import Job
 from fivefold.plan.memory.activations import LayerBytes, layer_activations
+from fivefold.plan.memory.layers import LayerMemory
 from fivefold.plan.memory.peak import native_memory
 from fivefold.plan.time.operations import Numbers, tokens
 from fivefold.plan.time.pipeline import in_flight
@@ -129,8 +130,11 @@ def estimate_memory(job: Job, layouts: LayoutBatch) -> Memory:
     }
     elements = _elements(works["first"], layouts)
     layer = _layers_of(job, layouts)
+    native = LayerMemory(job, layouts, works["first"])
     roles = {
-        role: _Rank(job, layouts, numbers[role], works[role], elements, layer).bytes_by_kind()
+        role: _Rank(
+            job, layouts, numbers[role], works[role], elements, layer, native
+        ).bytes_by_kind()
         for role in ROLES
     }
     # Where ranks are the same one, it is named the first or the last.
@@ -149,7 +153,8 @@ def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:
     assert isinstance(layouts, LayoutBatch)
     elements = _elements(work, layouts)
     layer = _layers_of(job, layouts)
-    rank = _Rank(job, layouts, np.arange(layout.pp), work, elements, layer)
+    native = LayerMemory(job, layouts, work)
+    rank = _Rank(job, layouts, np.arange(layout.pp), work, elements, layer, native)
     figures = {
         **rank.bytes_by_kind(),
         "layers": work.count_layers(),
@@ -250,6 +255,7 @@ class _Rank:
     work: RankWorkload
     elements: Units
     layer: Callable[[LayerKind], LayerBytes]
+    native: LayerMemory  # of this program's own layers
 
     def bytes_by_kind(self) -> dict[str, Numbers]:
         kinds = self.own_program() if is_own(self.job) else self.worst_moment()
@@ -278,7 +284,7 @@ class _Rank:
         return idle, np.where(single, alone.bytes, messages.bytes)
 
     def own_program(self) -> dict[str, Numbers]:
-        own = native_memory(self.job, self.layouts, self.rank, self.work)
+        own = native_memory(self.rank, self.work, self.native)
         buffers = own.pop("temporary")
         return {**own, "logits": 0.0, "buffers": buffers}
 
