@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from fivefold.train.launch import launch
 from fivefold.train.trainer import Trainer
 from fivefold.verify.ledgers import compare_ledgers
 from fivefold.verify.parity import LIMITS, PARITY, Comparison, RankRecord, compare, record
+
+for _name in ("numpy.ma", "fivefold.train.memory", "fivefold.train.checkpoint.dcp"):
+    import_module(_name)  # here, or in each of the workers
 
 GLOBAL_BATCH = 8
 SEQUENCE_LENGTH = 64
@@ -61,7 +65,7 @@ def tiny(family: str, **changes: Any) -> ModelConfig:
 
 
 TINY_D = tiny("llama", num_hidden_layers=8)
-TINY_M = tiny("qwen3_moe")
+TINY_M = tiny("qwen3_moe", num_hidden_layers=2)
 
 
 def tokens_in_memory(ids: np.ndarray, vocab_size: int, name: str) -> TokenFile:

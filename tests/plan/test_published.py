@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from fivefold.plan.time.constants import Constants
 
 from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import choose, predict_steps
