@@ -43,7 +43,7 @@ from fivefold.files import atomic_write
 from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse
 from fivefold.malloc_env import reexec_with_malloc_settings
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.search.candidates import every_layout
 from fivefold.plan.search.constraints import Choices, Constraints

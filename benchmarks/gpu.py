@@ -33,7 +33,8 @@ from benchmarks import pages
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.load import load_cluster
 from fivefold.layout.notation import Layout, parse
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import PUBLISHED
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import Estimate, estimate

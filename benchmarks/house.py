@@ -20,12 +20,13 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-BASE = {"errors", "files", "text", "malloc_env", "step_trace", "schema", "version"}
+BASE = {"errors", "files", "text", "malloc_env", "step_trace", "schema", "version", "arrays"}
 """Modules at the root that any room may use."""
 RUNTIME = ("train", "parallel", "model", "layout", "ledger")
 """The rooms of the runtime; those of readers and of verification are others."""
 ARROWS: dict[str, set[str]] = {
     "version": set(),
+    "arrays": set(),
     "errors": set(),
     "files": {"errors"},
     "text": {"errors"},
@@ -40,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "parallel": {"layout", "model", "ledger"},
     "train": {"parallel", "layout", "model", "readers", "ledger"},
     "plan": {"cluster", "parallel", "layout", "model", "readers", "ledger"},
-    "calibrate": {"train", "cluster", "plan", "parallel", "layout", "model", "ledger"},
+    "calibrate": {"train", "cluster", "plan", "parallel", "layout", "model", "readers", "ledger"},
     "verify": {"plan", "train", "cluster", "parallel", "layout", "model", "readers", "ledger"},
     "interop": {"plan", "layout", "model", "readers"},
     "report": {"verify", "plan", "train", "cluster", "parallel", "layout", "model", "ledger"},
@@ -58,8 +59,8 @@ NOT_OF_A_STEP = (
     r"\.train\.data\.(documents|tokenizer|tokens)$",
     r"\.train\.(launch|torchrun)$",  # the start of processes
     r"\.parallel\.pipeline\.(proof|simulation)$",  # verification, and prediction of a schedule
-    r"\.parallel\.(\w+\.)?(cost|overlap|memory|workload)$",
-    r"\.(layout\.(legality|batch)|model\.counts)$",
+    r"\.parallel\.(\w+\.)?(cost|overlap|memory|workload|layer_counts)$",
+    r"\.(layout\.(legality|\w*_rules|rule|batch)|model\.counts)$",
     r"^fivefold\.(verify|plan|cluster|report|calibrate|interop)\b",
 )
 """What a training step executes: STEP, which builds a rank's model, splits, optimizer and schedule

@@ -20,8 +20,9 @@ from typing import Any
 from benchmarks import pages
 from fivefold.layout.notation import Layout, parse
 from fivefold.layout.stages import split_layers
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
 from fivefold.model.counts import layer_parameters
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.cost import ledger
 from fivefold.parallel.workload import ELEMENT_BYTES
 from fivefold.train.runfile import Run

@@ -38,7 +38,7 @@ from fivefold.layout import legality
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.notation import parse, stated
 from fivefold.malloc_env import reexec_with_malloc_settings
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data.samples import Samples
 from fivefold.train.data.tokens import TokenFile

@@ -13,18 +13,18 @@ MEASURES = HOUSE.measures()
 
 # What is larger than its limit has to become smaller; a limit is raised only with a reason.
 LIMITS = {
-    "runtime lines": 11_200,
-    "step lines": 6_200,
+    "runtime lines": 11_100,
+    "step lines": 6_000,
     "step lines of code": 4_500,
-    "worker lines": 7_700,
+    "worker lines": 7_500,
     "planner lines": 8_000,
     "files over 400 lines": 13,
     "functions over 50 lines of code": 7,
     "functions with over 2 booleans": 2,
     "lines with Any in annotations": 285,
-    "upward imports": 4,
-    "package cycles": 2,
-    "module cycles": 1,
+    "upward imports": 1,
+    "package cycles": 1,
+    "module cycles": 0,
     "places that describe a weight's split": 1,
 }
 

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 
 SPLITS = ("dp", "pp", "tp", "cp", "ep", "world")
 """Whose traffic it is; Megatron's sequence parallelism is part of tp. `world` is the one tiny

@@ -18,7 +18,7 @@ from benchmarks.closed_loop import (
     summary,
 )
 from fivefold.layout.legality import check
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.search.search import search
 from tests.plan import cpu
 

@@ -14,7 +14,7 @@ from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.cpu import Cause, ProcessOverhead
 from fivefold.cluster.load import cluster_of
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
 from tests.plan.cpu import machine

@@ -16,7 +16,7 @@ from fivefold.calibrate.points import Point
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.collectives import members_per_tier, seconds
 from fivefold.cluster.load import load_cluster, load_device
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.time.accelerator import product_s
 from fivefold.plan.time.operations import Matmul

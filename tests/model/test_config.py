@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.model.config import (
-    TRAINED_FAMILIES,
-    ModelConfig,
-    load_config,
-    require_trainable,
-)
+from fivefold.model.config import TRAINED_FAMILIES, ModelConfig, require_trainable
 from fivefold.model.huggingface.families import READERS
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import PUBLISHED, load_preset
 from tests.helpers import refusal
 

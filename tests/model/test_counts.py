@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig, load_config
+from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig
 from fivefold.model.counts import (
     count_parameters,
     flops_per_token,
@@ -30,6 +30,7 @@ from fivefold.model.counts import (
     layer_parameters,
     parameter_shapes,
 )
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import PUBLISHED as PUBLISHED_CONFIGS
 from fivefold.model.huggingface.presets import load_preset
 

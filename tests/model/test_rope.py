@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.model.config import ModelConfig, load_config, require_trainable
+from fivefold.model.config import ModelConfig, require_trainable
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import load_preset
 from fivefold.model.rope import rope_frequencies
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from fivefold.layout.notation import Layout
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train.data import Samples
 from fivefold.train.runfile import Optimizer

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check as check_layout
 from fivefold.layout.notation import Layout, parse, stated
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.train.data.samples import Samples

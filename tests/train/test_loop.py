@@ -22,8 +22,8 @@ from fivefold.cli import main
 from fivefold.cluster.load import load_cluster
 from fivefold.errors import UserError
 from fivefold.layout.notation import parse
-from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.estimate import estimate
 from fivefold.report.timeline import save_run

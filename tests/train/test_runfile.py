@@ -10,7 +10,7 @@ import pytest
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.train.runfile import load_run
 from tests.helpers import refusal
 

@@ -16,7 +16,8 @@ from fivefold.errors import UserError
 from fivefold.layout import legality
 from fivefold.layout.notation import Layout, parse
 from fivefold.layout.ranks import groups
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import load_preset
 from fivefold.model.parameters import local_tensor
 from fivefold.verify.trace import (

@@ -13,7 +13,8 @@ from fivefold.calibrate.grid import Block, Grid
 from fivefold.calibrate.kernels import DTYPES
 from fivefold.calibrate.points import Point
 from fivefold.layout.notation import parse
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.moe import MoE
 from fivefold.model.transformer import MicroBatch, Stage, rotary_angles
 from fivefold.parallel.comm import Recorder

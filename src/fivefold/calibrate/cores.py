@@ -28,7 +28,8 @@ from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.cpu import Cpu, MessageRecord, Pass
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.time.cpu import work_of
 from fivefold.plan.time.operations import Operations, head_operations, layer_operations

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
+from fivefold.model.huggingface.load import load_config
 
 KB, MB = 2**10, 2**20
 

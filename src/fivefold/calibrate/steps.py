@@ -17,7 +17,7 @@ from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.cpu import CallSeconds, Cause, Cpu, ProcessOverhead, Split
 from fivefold.layout.notation import Layout, parse
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.memory.states import KINDS, stage_memory
 from fivefold.plan.time.shared_cores import kind_of

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Bools, Ints
 from fivefold.layout.actions import ActionTable
-from fivefold.layout.arrays import Bools, Ints
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 

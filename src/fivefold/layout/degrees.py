@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fivefold.arrays import Elementwise
 from fivefold.layout.actions import FOLD, ActionTable
-from fivefold.layout.arrays import Elementwise
 
 ORDER = ("tp", "cp", "ep", "dp", "pp")
 """The default rank order, innermost (fastest varying) axis first."""

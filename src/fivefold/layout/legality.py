@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.errors import UserError
-from fivefold.layout.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.degrees import ORDER, PLANNED_SCHEDULES, RECOMPUTE, SCHEDULES, Degrees
 from fivefold.layout.model_rules import (

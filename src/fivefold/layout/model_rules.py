@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import rule

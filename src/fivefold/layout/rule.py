@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.layout.actions import is_table_file
-from fivefold.layout.arrays import Elementwise
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import is_one_of, rule

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.errors import UserError
-from fivefold.layout.arrays import Elementwise
 from fivefold.layout.notation import Degrees, Layout
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise, Ints
+from fivefold.arrays import Elementwise, Ints
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout

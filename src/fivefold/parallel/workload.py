@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.degrees import Degrees
 from fivefold.layout.notation import Layout

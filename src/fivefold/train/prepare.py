@@ -17,7 +17,8 @@ from fivefold.errors import UserError
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated
-from fivefold.model.config import ModelConfig, load_config, require_trainable
+from fivefold.model.config import ModelConfig, require_trainable
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.pipeline import schedules
 from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.train.data import Samples, open_tokenizer

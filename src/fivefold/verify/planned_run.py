@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fivefold.errors import UserError
 from fivefold.files import is_yaml
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.plan import planfile
 from fivefold.plan.planfile import PlanFile
 from fivefold.train.runfile import Run, load_run

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.model.config import load_config
 from fivefold.model.counts import count_parameters
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import (
     MEGATRON_GPTS,
     PUBLISHED,

@@ -9,7 +9,8 @@ import pytest
 from fivefold.cluster.load import cluster_of, load_cluster
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout, parse
-from fivefold.model.config import LayerKind, ModelConfig, load_config
+from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.model.huggingface.load import load_config
 from fivefold.model.huggingface.presets import load_preset
 from fivefold.parallel.workload import role_rank
 from fivefold.plan.engines import ENGINES, Engine, Job

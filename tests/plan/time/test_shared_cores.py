@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import parse
-from fivefold.model.config import load_config
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.pipeline.schedules import build
 from fivefold.parallel.pipeline.simulation import simulate as simulate_alone
 from fivefold.plan.engines import ENGINES, Job

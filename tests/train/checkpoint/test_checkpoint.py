@@ -24,8 +24,9 @@ from fivefold.errors import UserError
 from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.legality import check
 from fivefold.layout.notation import Layout, parse, stated
-from fivefold.model.config import ModelConfig, load_config
+from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters, parameter_shapes
+from fivefold.model.huggingface.load import load_config
 from fivefold.parallel.comm import Recorder
 from fivefold.train import checkpoint
 from fivefold.train.checkpoint import saving

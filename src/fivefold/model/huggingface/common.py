@@ -8,8 +8,8 @@ from dataclasses import replace
 from fivefold.errors import UserError
 from fivefold.model.config import ModelConfig, MoEConfig
 from fivefold.model.huggingface.config_reader import ConfigReader
+from fivefold.model.huggingface.rope_keys import read_rope
 from fivefold.model.huggingface.windows import windows_of_types
-from fivefold.model.rope import read_rope
 
 WRAPPER_KEYS = (
     "boi_token_id",

@@ -23,13 +23,13 @@ from fivefold.model.huggingface.common import (
 )
 from fivefold.model.huggingface.config_reader import ConfigReader
 from fivefold.model.huggingface.layer_norm_families import read_falcon, read_gpt2, read_gpt_neox
+from fivefold.model.huggingface.rope_keys import read_rope
 from fivefold.model.huggingface.windows import (
     llama4_chunks,
     qwen_windows,
     read_windows,
     windows_of_types,
 )
-from fivefold.model.rope import read_rope
 
 
 def _read_llama(keys: ConfigReader) -> ModelConfig:

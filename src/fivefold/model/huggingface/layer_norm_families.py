@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold.model.config import ModelConfig
 from fivefold.model.huggingface.common import asks_for_dropout, count_of_two_names, even_share
 from fivefold.model.huggingface.config_reader import ConfigReader
-from fivefold.model.rope import read_rope
+from fivefold.model.huggingface.rope_keys import read_rope
 
 
 def read_gpt2(keys: ConfigReader) -> ModelConfig:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig, load_config
+from fivefold.model.config import MLAConfig, ModelConfig, MoEConfig
 from fivefold.model.huggingface.config_reader import refuse_absurd
+from fivefold.model.huggingface.load import load_config
 
 PUBLISHED = Path(__file__).parent / "published"
 

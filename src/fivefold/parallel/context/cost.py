@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import FP32, RankWorkload, choose
 

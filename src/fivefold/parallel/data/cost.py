@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import FP32, RankWorkload, Unit, choose, shard_degree
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.parallel.workload import FP32, RankWorkload, Sizes, choose, shard_degree
 
 MOMENTS_BYTES = 8

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from functools import lru_cache
 
+from fivefold.arrays import Elementwise
 from fivefold.errors import UserError
 from fivefold.layout.actions import BOTH_ENDS, FOLD, LOOP, Action, is_table_file
-from fivefold.layout.arrays import Elementwise
 from fivefold.layout.legality import VALUE_RULES
 from fivefold.layout.notation import Layout
 from fivefold.layout.rule import broken

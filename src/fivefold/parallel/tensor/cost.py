@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fivefold.layout.arrays import Elementwise
+from fivefold.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.model.config import ModelConfig
 from fivefold.parallel.workload import FP32, RankWorkload, kv_copies
