@@ -7,8 +7,8 @@ import torch
 
 from fivefold.layout.notation import parse
 from fivefold.model.config import ModelConfig
-from fivefold.train.memory import measure
 from fivefold.verify.memory_tracker import MemoryTracker
+from fivefold.verify.state_memory import measure
 from fivefold.verify.trace import ShapeTrainer, fake_world, fsdp_without_values, track_step
 from tests.parallel.dry import SEQUENCE_LENGTH, dry_trainer, tiny_dense, tiny_mixture
 

@@ -95,8 +95,7 @@ def _train_joined(run: Run, write_timeline: WriteTimeline | None) -> RunOutcome 
     join(plan.device, run.timeout_s)
     rank, outcome = dist.get_rank(), None
     try:
-        samples = _prepare_once_per_node(run)
-        prepared = Prepared(run, plan.config, plan.layout, plan.device, samples)
+        prepared = Prepared(**vars(plan), samples=_prepare_once_per_node(run))
         start = agree_on_start(prepared)
         if start is None or start.step < run.steps:
             outcome = train_rank(prepared, start, write_timeline)

@@ -61,8 +61,7 @@ def prepare_run(run: Run) -> Prepared:
     Shows a progress bar on stderr while text is tokenized. Raises UserError for whatever cannot be
     run.
     """
-    plan = plan_run(run)
-    return Prepared(plan.run, plan.config, plan.layout, plan.device, prepare_samples(run))
+    return Prepared(**vars(plan_run(run)), samples=prepare_samples(run))
 
 
 def plan_run(run: Run) -> Plan:

@@ -168,8 +168,8 @@ def _run(prepared: Prepared, layout: Layout, steps: int) -> tuple[list[RankRecor
 
 def run_rank(prepared: Prepared, steps: int) -> RankRecord:
     """What each process does."""
-    from fivefold.train.memory import measure
     from fivefold.train.trainer import make_trainer
+    from fivefold.verify.state_memory import measure
 
     precision = prepared.run.precision
     ranks_record = record(make_trainer(prepared, PARITY, "fp32"), steps)

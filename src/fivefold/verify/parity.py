@@ -75,7 +75,7 @@ class RankRecord:
 
 def record(trainer: Trainer, steps: int) -> RankRecord:
     """Take `steps` steps and record everything. All ranks call this."""
-    from fivefold.train.memory import measure
+    from fivefold.verify.state_memory import measure
 
     loads = _ExpertLoads(trainer)
     _, parameters = trainer.gradients(0)

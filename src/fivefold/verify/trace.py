@@ -33,11 +33,11 @@ from fivefold.parallel.workload import rank_work
 from fivefold.plan.engines import ENGINES, Job
 from fivefold.plan.memory.states import stage_memory
 from fivefold.train.data.samples import Batch
-from fivefold.train.memory import holdings
 from fivefold.train.runfile import Optimizer
 from fivefold.train.trainer import StepResult, Trainer
 from fivefold.verify.ledgers import Row, ledger_rows
 from fivefold.verify.memory_tracker import MemoryTracker
+from fivefold.verify.state_memory import holdings
 
 META = torch.device("meta")
 LEARNING_RATE = 1e-3  # no shape depends on it

@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and what is in them.
+"""Which samples a step trains on, and their tokens.
 
 The order of the samples is a pure function of the seed and the step. It knows nothing of ranks,
 micro-batches or the run before, so a run that is resumed, or split in another way, sees the same
@@ -44,15 +44,11 @@ class Samples:
 
     token_file: TokenFile
     sequence_length: int  # S, tokens
-    global_batch: int  # samples a step, over all ranks
+    global_batch: int  # samples per step, over all ranks
     seed: int
     isolate_documents: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("sequence_length", 1), ("global_batch", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise UserError(f"{name} is {value}; it must be at least {least}")
         if len(self) == 0:
             raise UserError(
                 f"the data have {self.token_file.tokens:,} tokens, fewer than one sample of "
@@ -89,10 +85,8 @@ class Samples:
         """The samples of `step` that one dp rank trains on, [accumulation, micro_batch].
 
         All ranks that share `dp_rank` (the tp, cp and pp peers) get the same ones, and the dp
-        ranks together exactly `ids(step)`. UserError if the split does not make up the batch.
+        ranks together exactly `ids(step)`. ValueError if the split does not make up the batch.
         """
-        if dp * micro_batch * accumulation != self.global_batch:
-            raise UserError(_no_split(self.global_batch, dp, micro_batch, accumulation))
         return self.ids(step).reshape(accumulation, dp, micro_batch)[:, dp_rank]
 
     def read(self, ids: Ints) -> Batch:
@@ -114,20 +108,6 @@ def _order(samples: int, seed: int, epoch: int) -> Ints:
     """The order of one epoch, a permutation of [0, samples)."""
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     return generator.permutation(samples)
-
-
-def _no_split(global_batch: int, dp: int, micro_batch: int, accumulation: int) -> str:
-    together = dp * micro_batch
-    if global_batch % together == 0:
-        advice = f"accumulation {global_batch // together} works"
-    else:
-        below = global_batch // together * together
-        nearest = f"{below} or {below + together}" if below else f"{together}"
-        advice = f"the nearest global batch that dp x micro-batch divides is {nearest}"
-    return (
-        f"global batch {global_batch} is not dp {dp} x micro-batch {micro_batch} x accumulation "
-        f"{accumulation} = {together * accumulation}; {advice}"
-    )
 
 
 def _documents_and_positions(ends: NDArray[np.bool_]) -> tuple[Ints, Ints]:

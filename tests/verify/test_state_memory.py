@@ -7,7 +7,7 @@ import pytest
 from fivefold.layout.notation import parse
 from fivefold.parallel.data.memory import StateBytes, after_step, before_last_backward
 from fivefold.parallel.workload import rank_work
-from fivefold.train.memory import measure
+from fivefold.verify.state_memory import measure
 from tests.parallel.dry import (
     SEQUENCE_LENGTH,
     dry_trainer,
