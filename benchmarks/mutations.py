@@ -3,7 +3,8 @@
     python benchmarks/mutations.py [NAME ...]
 
 A mutation replaces the one place in src that its pattern finds. A pattern that finds none or more
-is an error: the rule has moved and its mutation must follow. Each takes the seconds of its tests.
+is an error: the rule has moved and its mutation must follow. The tests must pass without any
+mutation. Each mutation takes the seconds of its tests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,40 +123,44 @@ def place_of(mutation: Mutation) -> Path:
     return found[0]
 
 
-def is_caught(mutation: Mutation) -> bool:
-    """Does a fast test fail with the mutation?"""
-    place = place_of(mutation)
+def passes(tests: str, change: Callable[[Path], None]) -> bool:
+    """Do the fast tests pass in a copy of the project that `change` has changed?"""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("src", "tests", "benchmarks", "docs", "examples"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, copy / name)
+        change(copy)
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests.split()],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy / "src")},
+            capture_output=True,
+        )
+    if ran.returncode not in (0, 1):
+        sys.exit(f"{tests}: pytest ended with {ran.returncode}\n{ran.stdout.decode()}")
+    return ran.returncode == 0
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Does a fast test fail with the mutation?"""
+    place = place_of(mutation)
+
+    def mutate(copy: Path) -> None:
         text = (copy / place).read_text(encoding="utf-8")
         text = re.sub(mutation.pattern, mutation.replacement, text, flags=re.MULTILINE)
         (copy / place).write_text(text, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-        ran = subprocess.run(
-            [*command, *mutation.tests.split()], cwd=copy, env=environment, capture_output=True
-        )
-    if ran.returncode not in (0, 1):
-        sys.exit(f"{mutation.name}: pytest ended with {ran.returncode}\n{ran.stdout.decode()}")
-    return ran.returncode == 1
+
+    return not passes(mutation.tests, mutate)
 
 
 def main(names: list[str]) -> int:
     chosen = [each for each in MUTATIONS if not names or each.name in names]
+    for tests in sorted({each.tests for each in chosen}):
+        if not passes(tests, lambda copy: None):
+            sys.exit(f"{tests}: fail without a mutation")
     missed = 0
     for mutation in chosen:
         caught = is_caught(mutation)
