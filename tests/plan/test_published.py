@@ -12,7 +12,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from fivefold.plan.time.constants import Constants
 
 from benchmarks.measurements import MEASUREMENTS, Case, read
 from benchmarks.predictions import choose, predict_steps
