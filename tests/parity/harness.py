@@ -30,7 +30,7 @@ from fivefold.train.trainer import Trainer
 from fivefold.verify.ledgers import compare_ledgers
 from fivefold.verify.parity import LIMITS, PARITY, Comparison, RankRecord, compare, record
 
-for _name in ("numpy.ma", "fivefold.train.memory", "fivefold.train.checkpoint.dcp"):
+for _name in ("numpy.ma", "fivefold.verify.memory_tracker", "fivefold.train.checkpoint.dcp"):
     import_module(_name)  # here, or in each of the workers
 
 GLOBAL_BATCH = 8
