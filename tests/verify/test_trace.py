@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import time
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -168,6 +171,102 @@ def test_layouts_that_an_account_was_once_wrong_about_are_as_planned(
 def test_many_legal_layouts_are_as_planned(drawn: tuple[str, Layout, int, str]) -> None:
     name, layout, length, precision = drawn
     assert_as_planned(trace_report(MODELS[name], layout, length, precision, None))
+
+
+# Real sizes
+
+
+def shortened(preset: str, layers: int) -> ModelConfig:
+    """A published model with fewer layers: what is beside them then counts for more."""
+    config = load_preset(preset)
+    moe = config.moe and replace(config.moe, layers=config.moe.layers[:layers])
+    return replace(config, num_layers=layers, moe=moe)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "text", "length", "precision"),
+    [
+        # FSDP2 frees the root's weights before it reduces their gradients.
+        ("llama-3.1-8b", 8, "dp16 zero3 ulysses2 ring4 mb2 recompute=full", 4096, "fp32"),
+        # The two gradients of a tied embedding are added in a third tensor.
+        ("llama-3.2-1b", 8, "dp8 zero1 ulysses4 ga3 recompute=selective", 2048, "fp32"),
+        # The last gradient of a unit outlives the others: here, the embedding's.
+        ("llama-3.2-1b", 4, "pp2 dp2 dp_replicate2 zero3 ring2 ga2 recompute=full", 8192, "bf16"),
+        # The gradients of one chunk are summed over the replicas, then those of the other.
+        ("llama-3.1-70b", 8, "tp8 sp pp2 vpp2 dp4 dp_replicate2 zero3 schedule=bfs", 2048, "bf16"),
+        # Experts that run again are gathered once more for their backward pass.
+        ("qwen3-30b-a3b", 4, "tp4 sp dp4 zero3 ulysses4 mb2 recompute=full", 4096, "bf16"),
+    ],
+)
+def test_real_sizes_are_as_planned(
+    preset: str, layers: int, text: str, length: int, precision: str
+) -> None:
+    config = shortened(preset, layers)
+    assert_as_planned(trace_report(config, parse(text), length, precision, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "text", "length"),
+    [
+        ("llama-3.1-8b", "dp16 zero3 ulysses4 ring2 mb2 ga4 recompute=full", 8192),
+        ("qwen3-30b-a3b", "tp4 sp dp4 zero3 ulysses4 mb2 recompute=full", 4096),
+    ],
+)
+def test_whole_models_are_as_planned(preset: str, text: str, length: int) -> None:
+    assert_as_planned(trace_report(load_preset(preset), parse(text), length, "bf16", None))
+
+
+PUBLISHED = (
+    ("llama-3.2-1b", 8),
+    ("llama-3.1-8b", 8),
+    ("llama-3.1-70b", 8),
+    ("qwen3-30b-a3b", 6),
+    ("mixtral-8x7b", 4),
+    ("qwen1.5-moe-a2.7b", 6),
+)
+
+
+def drawn_published(draw: random.Random) -> tuple[ModelConfig, Layout, int, str]:
+    """A legal layout of a model of a published size."""
+    pick = lambda *values: draw.choice(values)  # noqa: E731
+    while True:
+        config = shortened(*pick(*PUBLISHED))
+        tp, pp, length = pick(1, 1, 2, 4, 8), pick(1, 1, 2, 4), pick(2048, 4096, 8192)
+        schedule, vpp = pick(*SCHEDULES) if pp == 2 else (pick("1f1b", "1f1b", "gpipe"), 1)
+        layout = Layout(
+            tp=tp,
+            sp=pick(tp > 1, False),
+            pp=pp,
+            vpp=vpp,
+            dp=pick(1, 2, 4, 8, 16, 64),
+            dp_replicate=pick(1, 1, 2),
+            zero=pick(0, 0, 1, 2, 3, 3),
+            ep=pick(1, 2, 4, 8) if config.moe else 1,
+            etp=pick(1, tp) if config.moe else 1,
+            ulysses=pick(1, 1, 2, 4),
+            ring=pick(1, 1, 2, 4),
+            micro_batch=pick(1, 2),
+            accumulation=pick(1, 2, 3, 4),
+            recompute=pick("none", "none", "selective", "full"),
+            schedule=schedule if pp > 1 else "1f1b",
+        )
+        if not legality.violations(layout, config, length):
+            return config, layout, length, pick("bf16", "bf16", "fp32")
+
+
+@pytest.mark.slow
+def test_peaks_of_many_real_sizes_are_within_a_percent() -> None:
+    draw, errors = random.Random(7), []
+    for _ in range(60):
+        drawn = drawn_published(draw)
+        for rank in trace_report(*drawn, None)["ranks"]:
+            total = rank["memory"][-1]
+            errors.append(abs(total["predicted_bytes"] / total["measured_bytes"] - 1))
+    median, p99 = np.quantile(errors, [0.5, 0.99])
+    assert median < 0.001
+    assert p99 < 0.02
+    assert max(errors) < 0.03
 
 
 # Schedules

@@ -211,14 +211,14 @@ def _shared(s: Sizes) -> list[Operation]:
     operations = mlp(s, "shared", "shared_expert.", "norm2.out")
     if not s.moe.shared_gate:
         return operations
-    linear = Operation(
-        "shared.gate", "matmul", ("norm2.out",), {"shared.logit": s.element * s.held}
-    )
+    logit = {"shared.logit": s.element * s.held}
+    linear = Operation("shared.gate", "matmul", ("norm2.out",), logit)
+    product = Matmul("shared_gate", s.held, 1, s.job.config.hidden_size, split=False)
     scale = {"shared.scale": s.element * s.held}
     scaled = Operation("shared.scaled", "elementwise", ("shared.y", "shared.logit"), keeps=scale)
     return [
         *operations,
-        replace(linear, saved=("norm2.out",), weights=("shared_expert_gate",)),
+        replace(linear, saved=("norm2.out",), weights=("shared_expert_gate",), products=(product,)),
         replace(
             scaled,
             makes={"shared.scaled": s.hidden},
