@@ -1,0 +1,1 @@
+"""Layouts: how they are written, which are legal, and which rank does what. Pure values."""

@@ -101,14 +101,7 @@ def make_axes(layout: Layout, rank: int, recorder: Recorder, kv_heads: int) -> A
         rank=rank,
         coordinates=place,
         recorder=recorder,
-        world=Axis(
-            "world",
-            "world",
-            tuple(range(layout.world_size)),
-            rank,
-            dist.group.WORLD if layout.world_size > 1 else None,
-            recorder,
-        ),
+        world=make.world(layout.world_size),
         tp=tp,
         kv_copies=kv_copies,
         ulysses=axis("ulysses", "cp"),
@@ -148,6 +141,11 @@ class _GroupMaker:
                 self._made[ranks] = self._new_group(ranks)
         group = self._made[own] if len(own) > 1 else None
         return Axis(name, split, own, own.index(self._rank), group, self._recorder)
+
+    def world(self, size: int) -> Axis:
+        """All ranks, whose group torch.distributed has made."""
+        group = dist.group.WORLD if size > 1 else None
+        return Axis("world", "world", tuple(range(size)), self._rank, group, self._recorder)
 
     def channel(self, name: str, source: int, target: int) -> Axis | None:
         """A one-way link with a group of its own; None for ranks at neither end."""

@@ -30,26 +30,24 @@ def read_decoder(
     kv_heads_by_rule: bool = False,
     default_head_dim: int | None = None,
     tied: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
     rms_norm_eps: float = 1e-6,
     rope_theta: float = 1e4,
     moe: MoEConfig | None = None,
     windows: tuple[int, ...] | None = None,
+    **parts: bool,
 ) -> ModelConfig:
     """The keys that most families share.
 
     `kv_heads_by_rule`: without num_key_value_heads there is one a query head.
     `default_head_dim`: without head_dim it is this, or if None hidden_size / heads.
     `tied`, `rms_norm_eps` and `rope_theta` are the defaults of the family's class.
+    `parts`: qkv_bias, output_bias, mlp_bias and qk_norm of the config, False where left out.
     """
     theta, scaling = read_rope(keys, rope_theta)
     num_layers = keys.count("num_hidden_layers")
     if windows is None:
         windows = windows_of_types(keys, num_layers, {})
-    return ModelConfig(
+    config = ModelConfig(
         family=keys.family,
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
@@ -59,10 +57,10 @@ def read_decoder(
         num_kv_heads=_num_kv_heads(keys, by_rule=kv_heads_by_rule),
         head_dim=_head_dim(keys, default_head_dim),
         tied_embeddings=keys.flag("tie_word_embeddings", tied),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
         rms_norm_eps=keys.number("rms_norm_eps", rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -72,6 +70,7 @@ def read_decoder(
             keys, 0.0, "attention_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop"
         ),
     )
+    return replace(config, **parts)
 
 
 def read_text_config(

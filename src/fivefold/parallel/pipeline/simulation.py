@@ -92,8 +92,9 @@ def run_table(schedule: Schedule, times: Times) -> tuple[list[float], list[float
     Raises ValueError if the ranks get stuck.
     """
     count, last = schedule.micro_batches, 2 * schedule.stages - 1
-    forward_s, backward_s, weight_s = times.forward, times.backward, times.weight
-    input_s = [b - w for b, w in zip(backward_s, weight_s, strict=True)]
+    weight_s = times.weight
+    input_s = [b - w for b, w in zip(times.backward, weight_s, strict=True)]
+    pass_s = {"F": times.forward, "B": times.backward, "I": input_s}
     overlapped_s, arrival_s = times.overlapped, times.arrival
     # The last entries are read as pass -1, from where micro-batches come: they are there at once.
     end_s = [_NOT_DONE] * ((last + 1) * count) + [0.0] * count
@@ -106,22 +107,16 @@ def run_table(schedule: Schedule, times: Times) -> tuple[list[float], list[float
         beside = schedule.pairs[rank] if schedule.pairs and overlapped_s is not None else ()
         begun, half_s = -1, 0.0  # the first of two side by side
         for place, (kind, stage, micro_batch) in enumerate(schedule.table[rank]):
-            if kind == "F":
-                number, seconds = stage, forward_s[stage]
-            elif kind == "B":
-                number, seconds = last - stage, backward_s[stage]
-            elif kind == "I":
-                number, seconds = last - stage, input_s[stage]
-            else:
+            if kind == "W":
                 now_s += weight_s[stage]
                 worked_s += weight_s[stage]
                 continue
+            number = stage if kind == "F" else last - stage
+            seconds = pass_s[kind][stage]
             index = number * count + micro_batch
             if end_s[index - count] == _NOT_DONE:
                 yield index - count
-            arrived_s = end_s[index - count] + arrival_s[number]
-            if arrived_s > now_s:
-                now_s = arrived_s
+            now_s = max(now_s, end_s[index - count] + arrival_s[number])
             if beside:
                 assert overlapped_s is not None
                 if place in beside:
@@ -131,14 +126,11 @@ def run_table(schedule: Schedule, times: Times) -> tuple[list[float], list[float
                     seconds = half_s + overlapped_s[stage] / 2
             now_s += seconds
             worked_s += seconds
-            end_s[index] = now_s
-            if index in waiting:
-                ready.append(waiting.pop(index))
-            if begun >= 0:
-                end_s[begun] = now_s
-                if begun in waiting:
-                    ready.append(waiting.pop(begun))
-                begun = -1
+            for done in (index,) if begun < 0 else (index, begun):
+                end_s[done] = now_s
+                if done in waiting:
+                    ready.append(waiting.pop(done))
+            begun = -1
         finish_s[rank], busy_s[rank] = now_s, worked_s
 
     walks = [walk(rank) for rank in range(schedule.pp)]
