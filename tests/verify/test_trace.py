@@ -30,7 +30,8 @@ from fivefold.verify.trace import (
     parts_in_pipeline,
     trace_report,
 )
-from tests.parallel.dry import tiny_dense, tiny_mixture, tiny_shared
+from tests.parallel.dry import dry_trainer, tiny_dense, tiny_mixture, tiny_shared
+from tests.parity.harness import assert_parity, tiny
 
 V3_SIZES = "examples/models/deepseek-v3-sizes.json"
 
@@ -379,3 +380,11 @@ def test_what_cannot_be_traced_is_refused_in_a_sentence(arguments, sentence, cap
 def test_experts_that_no_gpu_multiplies_are_refused() -> None:
     with pytest.raises(UserError, match="16 bytes"):
         trace_report(tiny_mixture(moe_intermediate_size=20), parse("dp2 ep2"), 48, "bf16", None)
+
+
+def test_a_fake_world_leaves_nothing_that_a_real_one_would_take() -> None:
+    """DTensor keeps a mesh for the next one of the same shape, with the coordinates of a rank."""
+    config = tiny("llama", num_hidden_layers=1)
+    with fake_world(0, 2):
+        dry_trainer(config, parse("dp2 zero3 ga2"), 0, "fp32", 64).step(0, lr=1e-3)
+    assert_parity(config, "dp2 zero3 mb2", steps=1)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.cluster.load import load_cluster
@@ -299,6 +300,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # It keeps meshes, and takes one of the same shape for them, whose rank may be another.
+        # (These are private names of torch 2.13.)
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 @contextmanager
