@@ -63,7 +63,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, first: list[Action], se
         ("0F-1\n", "'0F-1' is no action"),
         ("0F\n", "'0F' is no action"),
         ("0F99999999999\n", "is no action"),
-        ("(0B0;1F0)OVERLAP_F_B\n", "no forward beside a backward"),
+        ("(0B0;1F0)OVERLAP_F_B\n", "not a forward with a backward"),
         ("(0F0;1B0;2B0)OVERLAP_F_B\n", "is no action"),
         ("0UNSHARD,0F0\n", "'0UNSHARD' is no action"),
         ("0F0,2F0\n1F0\n", "has 3 stages for its 2 rows"),

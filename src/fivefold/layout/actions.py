@@ -69,14 +69,14 @@ def parse_table(text: str, path: str) -> ActionTable:
     rows, pairs = [], []
     for number, cells in enumerate(csv.reader(io.StringIO(text))):
         row: list[Action] = []
-        beside: set[int] = set()
+        paired: set[int] = set()
         for cell in cells:
             actions = _read_cell(cell.strip(), f"{path}: row {number + 1}")
             if len(actions) == 2:
-                beside.add(len(row))
+                paired.add(len(row))
             row += actions
         rows.append(tuple(row))
-        pairs.append(frozenset(beside))
+        pairs.append(frozenset(paired))
     if not any(rows):
         raise UserError(f"{path} has no actions: a row a rank, with cells such as 0F0 and 0B0")
     actions = [action for row in rows for action in row]
@@ -107,7 +107,9 @@ def _read_cell(cell: str, where: str) -> list[Action]:
             )
         actions.append(Action(match[2], int(match[1]), int(match[3])))
     if side_by_side and [action.kind for action in actions] != ["F", "B"]:
-        raise UserError(f"{where}: {cell[:40]!r} is no forward beside a backward, as (0F5;7B2) is")
+        raise UserError(
+            f"{where}: {cell[:40]!r} is not a forward with a backward, such as (0F5;7B2)"
+        )
     return actions
 
 
@@ -130,10 +132,10 @@ def table_text(rows: tuple[tuple[Action, ...], ...], pairs: tuple[frozenset[int]
     """The file's text; its inverse is `parse_table`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for row, beside in zip(rows, pairs, strict=True):
+    for row, paired in zip(rows, pairs, strict=True):
         cells, position = [], 0
         while position < len(row):
-            if position in beside:
+            if position in paired:
                 cells.append(f"({_cell(row[position])};{_cell(row[position + 1])})OVERLAP_F_B")
                 position += 1
             else:

@@ -12,7 +12,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "bfs", "zb-h1", "zb-v", "dualpipe-v")
 """The pipeline schedules that can be run; a table in a file (`*.csv`) can be run too."""
 PLANNED_SCHEDULES = ("dualpipe",)
-"""Schedules that are planned, timed and drawn beside them, but not run."""
+"""Schedules that can be planned, timed and drawn, but not run."""
 
 
 class Degrees:

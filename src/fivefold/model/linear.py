@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fivefold.model.parameters import (
     accumulate_into_main_grad,
-    are_put_off,
+    are_deferred,
     compute_value,
     differentiable,
     use,
@@ -60,7 +60,7 @@ class _Linears(torch.autograd.Function):
 
     Only this rank's part of x is kept for the backward pass; it is gathered again for the weight
     gradients, and the sum of the input gradient over ranks runs beside their computation, unless
-    they are put off.
+    they are deferred.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        x = x.detach()  # whose graph would keep the stage's input for products that are put off
+        x = x.detach()  # whose graph would keep the stage's input for products that are deferred
         collective, count, parameters = ctx.collective, ctx.count, ctx.parameters
         rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = pending = None
@@ -94,7 +94,7 @@ class _Linears(torch.autograd.Function):
                 add_product(dx, g, weight)
             dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
         # Gathered before the sum over ranks begins, which then runs beside the products.
-        full = None if are_put_off() else _gathered(x, collective)
+        full = None if are_deferred() else _gathered(x, collective)
         if dx is not None and collective:
             pending = collective.reduce(dx)
 

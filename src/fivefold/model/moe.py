@@ -100,7 +100,7 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        x = x.detach()  # whose graph would keep the stage's input for products that are put off
+        x = x.detach()  # whose graph would keep the stage's input for products that are deferred
         dx = grouped_product(grads[0], weights[0], ctx.counts)
         for g, w in zip(grads[1:], weights[1:], strict=True):
             dx += grouped_product(g, w, ctx.counts)
@@ -208,7 +208,7 @@ class MoE(nn.Module):
         counts = count(flat, self.config.num_experts)
         rows = tokens.index_select(0, order // self.config.experts_per_token)
         travelling = self.token_dispatcher.dispatch(rows, counts)
-        shared = self._shared(x)  # beside the rows' way
+        shared = self._shared(x)  # overlaps the rows' messages
         rows, local_counts, state = self.token_dispatcher.finish_dispatch(travelling)
         del travelling  # the rows as they left
         self.rows = rows.shape[0]

@@ -70,7 +70,7 @@ def compute_value(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p.compute_copy  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_put_off: list[Callable[[], None]] | None = None
+_deferred: list[Callable[[], None]] | None = None
 
 
 @contextmanager
@@ -78,24 +78,24 @@ def deferred_weight_grads(later: list[Callable[[], None]]) -> Iterator[None]:
     """While backward passes run here, the work on weights' gradients is not done but added to
     `later`, in the order in which it would have been done."""
     # Not a context variable: autograd may run a backward pass in a thread of its own.
-    global _put_off
-    _put_off = later
+    global _deferred
+    _deferred = later
     try:
         yield
     finally:
-        _put_off = None
+        _deferred = None
 
 
-def are_put_off() -> bool:
-    return _put_off is not None
+def are_deferred() -> bool:
+    return _deferred is not None
 
 
-def do_or_put_off(work: Callable[[], None]) -> None:
+def do_or_defer(work: Callable[[], None]) -> None:
     """Do what comes after some weights have their gradients."""
-    if _put_off is None:
+    if _deferred is None:
         work()
     else:
-        _put_off.append(work)
+        _deferred.append(work)
 
 
 class _Later(torch.autograd.Function):
@@ -116,10 +116,10 @@ def weight_gradients(
     parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> Sequence[Tensor | None]:
     """What the backward of an autograd function returns for its parameters: the gradients that
-    `compute` makes, None where it has added one to main_grad; or None for all when put off."""
-    if not are_put_off():
+    `compute` makes, None where it has added one to main_grad; or None for all when deferred."""
+    if not are_deferred():
         return compute()
-    assert _put_off is not None
+    assert _deferred is not None
 
     def later() -> None:
         if all(hasattr(p, "main_grad") for p in parameters):
@@ -128,7 +128,7 @@ def weight_gradients(
         with torch.enable_grad():
             _Later.apply(compute, *parameters).backward()
 
-    _put_off.append(later)
+    _deferred.append(later)
     return [None] * len(parameters)
 
 

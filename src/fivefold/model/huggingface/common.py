@@ -21,7 +21,7 @@ WRAPPER_KEYS = (
     "mm_tokens_per_image",
     "vision_config",
 )
-"""Keys of a model of text and images, beside those of its text model."""
+"""Keys of a model of text and images, in addition to those of its text model."""
 
 
 def read_decoder(

@@ -227,7 +227,7 @@ def _sequence_first(x: Tensor) -> Tensor:
 
 
 def document_masks(documents: Tensor, layout: Layout, ring_rank: int) -> list[Tensor] | Tensor:
-    """What the attention attention_fn needs so that no query looks into another document.
+    """The masks that keep queries inside their own document, as `attention_fn` needs them.
 
     documents [b, whole sequence]: the number of each token's document. Returns for plain
     attention one mask [b, 1, s, s], for a ring a mask for each of its steps.

@@ -4,7 +4,7 @@ Gradients are sums over tokens; nothing is averaged here. The trainer divides on
 of the global batch, so uneven numbers of valid tokens are right by construction.
 
 - ZeRO 0: gradients are added up in flat fp32 buffers, a buffer for each layer and kind of weight,
-  and all-reduced once a step while the last micro-batch's backward pass goes on.
+  and all-reduced once per step, during the last micro-batch's backward pass.
 - ZeRO 1-3: PyTorch's FSDP2 over dp_shard x cp. Stage 1 reduce-scatters once a step, stage 2 every
   micro-batch (so a rank keeps its shard of the gradients only), stage 3 also gathers the weights
   anew for each pass. The weights of the next unit are gathered while one computes, the gradients
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.model.moe import MoE
-from fivefold.model.parameters import do_or_put_off, local_tensor
+from fivefold.model.parameters import do_or_defer, local_tensor
 from fivefold.model.transformer import Layer, Stage
 from fivefold.parallel import comm
 from fivefold.parallel.comm import Axis, Pending
@@ -81,7 +81,7 @@ class _GradientBuffer:
 class _BackwardDone(torch.autograd.Function):
     """Identity at a layer's input. Autograd runs what was recorded later first, so when this
     node's turn comes in the backward pass, the layer's weights have their gradients, or those are
-    put off and what is done comes after them."""
+    deferred and what is done comes after them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, done) -> Tensor:
@@ -90,7 +90,7 @@ class _BackwardDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        do_or_put_off(ctx.done)
+        do_or_defer(ctx.done)
         return grad, None
 
 
@@ -203,7 +203,7 @@ class DataParallel:
 
     def begin_backward(self, last_micro_batch: bool, weights: bool = True) -> None:
         """Say, before each micro-batch's backward pass, whether it is the step's last to give
-        weights their gradients, and whether it does or puts them off."""
+        weights their gradients, and whether it does or defers them."""
         self._last_micro_batch = last_micro_batch
         for p in self._sharded_parameters:
             p.grad = None  # else FSDP2 adds to it at once, and has to wait for the message
@@ -220,7 +220,7 @@ class DataParallel:
                     buffer.start()
 
     def end_weights(self) -> None:
-        """After gradients that were put off, which FSDP2's own hooks have missed: add them up or
+        """After gradients that were deferred, which FSDP2's own hooks have missed: add them up or
         reduce them as after a backward pass (as torch.distributed.pipelining does, by hand)."""
         for module in reversed(self._sharded):
             for group in module._get_fsdp_state()._fsdp_param_groups:

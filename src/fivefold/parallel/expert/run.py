@@ -107,7 +107,7 @@ class DispatchStart(torch.autograd.Function):
     `DispatchStart` waits for them.
 
     What is computed between the two in the forward pass, autograd computes between them backward,
-    for it runs first what was recorded last. So messages travel beside it either way."""
+    for it runs first what was recorded last. So it overlaps messages in both passes."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:

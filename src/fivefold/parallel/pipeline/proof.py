@@ -80,8 +80,8 @@ def _check_passes(schedule: Schedule, stage: int, micro_batch: int, seen: set[Ac
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    for rank, (row, beside) in enumerate(zip(schedule.table, schedule.pairs, strict=False)):
-        for place in beside:
+    for rank, (row, paired) in enumerate(zip(schedule.table, schedule.pairs, strict=False)):
+        for place in paired:
             kinds = [kind for kind, _, _ in row[place : place + 2]]
             if kinds != ["F", "B"]:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 The table says in which order this rank does which forward and backward passes; messages follow
 from it. The receive that the next action needs is posted before the present action computes, so
-that messages travel beside computation; every channel is one-way and is read in the order in
+that messages overlap computation; every channel is one-way and is read in the order in
 which it is written, which `proof.validate` has proved. Where the next stage is on this same rank
 (the turn of a V), nothing is sent.
 

@@ -42,7 +42,7 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
       where the rank would wait;
     - "zb-v" (section 6 there): the same with two chunks a rank in a V;
     - "dualpipe" (DeepSeek-AI, arXiv:2412.19437, section 3.2.1): two copies of the stages, with
-      micro-batches from both ends, a forward of one beside a backward of the other;
+      micro-batches from both ends, a forward of one overlapping a backward of the other;
     - "dualpipe-v": half of it, folded into a V, so that there is one copy (github.com/deepseek-ai/
       DualPipe, which has the steps of both).
 
@@ -140,7 +140,7 @@ class _Row:
                 self.deferred_weight_grads.append((self.stages[chunk], micro_batch))
 
     def weights(self, times: int = 1, chunk: int | None = None) -> None:
-        """The weight gradients that have been put off longest; of one chunk, or of any."""
+        """The weight gradients that have been deferred longest; of one chunk, or of any."""
         for _ in range(times):
             longest = self.deferred_weight_grads[0]
             if chunk is not None:

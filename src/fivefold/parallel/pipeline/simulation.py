@@ -54,7 +54,7 @@ class Simulation:
     def _row(self, rank: int) -> Iterator[Timed]:
         schedule, times, end_s = self.schedule, self._times, self._end_s
         count, last = schedule.micro_batches, 2 * schedule.stages - 1
-        beside = schedule.pairs[rank] if schedule.pairs and times.overlapped is not None else ()
+        paired = schedule.pairs[rank] if schedule.pairs and times.overlapped is not None else ()
         row = schedule.table[rank]
         start_s = free_s = 0.0
 
@@ -67,8 +67,8 @@ class Simulation:
             kind, stage, micro_batch = action
             if kind == "W":
                 start_s, free_s = free_s, free_s + times.weight[stage]
-            elif place - 1 not in beside:  # else it has begun with the one before it
-                begin = (action, row[place + 1]) if place in beside else (action,)
+            elif place - 1 not in paired:  # else it has begun with the one before it
+                begin = (action, row[place + 1]) if place in paired else (action,)
                 start_s = max(free_s, *map(arrival_s, begin))
                 number = stage if kind == "F" else last - stage
                 free_s = end_s[number * count + micro_batch]
@@ -104,7 +104,7 @@ def run_table(schedule: Schedule, times: Times) -> tuple[list[float], list[float
     def walk(rank: int) -> Iterator[int]:
         """Runs the rank's row; yields the index of an action when it must wait for it."""
         now_s = worked_s = 0.0
-        beside = schedule.pairs[rank] if schedule.pairs and overlapped_s is not None else ()
+        paired = schedule.pairs[rank] if schedule.pairs and overlapped_s is not None else ()
         begun, half_s = -1, 0.0  # the first of two side by side
         for place, (kind, stage, micro_batch) in enumerate(schedule.table[rank]):
             if kind == "W":
@@ -117,9 +117,9 @@ def run_table(schedule: Schedule, times: Times) -> tuple[list[float], list[float
             if end_s[index - count] == _NOT_DONE:
                 yield index - count
             now_s = max(now_s, end_s[index - count] + arrival_s[number])
-            if beside:
+            if paired:
                 assert overlapped_s is not None
-                if place in beside:
+                if place in paired:
                     begun, half_s = index, overlapped_s[stage] / 2
                     continue
                 if begun >= 0:
