@@ -95,7 +95,7 @@ def ranks() -> Canvas:
             y = 85 + 100 * replica
             c.arrow(left + 140, y, left + 122, y)
             c.arrow(left + 140, y, left + 178, y)
-            c.text(left + 150, y - 8, "TP, SP,", "middle", size=11)
+            c.text(left + 150, y - 8, "TP (sp),", "middle", size=11)
             c.text(left + 150, y + 18, "EP", "middle", size=11)
         for part in range(layout.tp):
             x = left + 70 + 160 * part
@@ -206,11 +206,11 @@ def _timeline(c: Canvas, schedule: Schedule, forward_s: float, name: str, top: f
 
 
 def tensor() -> Canvas:
-    """An MLP on 2 ranks, without and with megatron sequence parallelism."""
+    """An MLP on 2 ranks, without and with Megatron's sequence parallelism."""
     c = Canvas(760, 400)
-    c.title(20, 24, "TP: both ranks hold all hidden states")
+    c.title(20, 24, "TP: both ranks have all hidden states")
     _mlp(c, 40, split=False, joins=("", "all-reduce"))
-    c.title(20, 214, "TP + megatron SP: each rank holds half of the sequence")
+    c.title(20, 214, "TP (sp): each rank has half of the sequence")
     _mlp(c, 230, split=True, joins=("all-gather", "reduce-scatter"))
     return c
 
