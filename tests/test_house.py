@@ -13,15 +13,15 @@ MEASURES = HOUSE.measures()
 
 # What is larger than its limit has to become smaller; a limit is raised only with a reason.
 LIMITS = {
-    "runtime lines": 11_100,
+    "runtime lines": 11_000,
     "step lines": 6_000,
     "step lines of code": 4_500,
-    "worker lines": 7_500,
-    "planner lines": 8_000,
-    "files over 400 lines": 13,
-    "functions over 50 lines of code": 7,
+    "worker lines": 7_400,
+    "planner lines": 8_500,
+    "files over 400 lines": 5,
+    "functions over 50 lines of code": 3,
     "functions with over 2 booleans": 2,
-    "lines with Any in annotations": 285,
+    "lines with Any in annotations": 110,
     "upward imports": 1,
     "package cycles": 1,
     "module cycles": 0,
