@@ -69,6 +69,7 @@ class PlannedLayout(TypedDict):
 class PlanResult(TypedDict):
     """What `plan` found. docs/planning.md describes each key."""
 
+    version: int  # of the keys
     model: dict[str, Any]
     cluster: dict[str, Any]
     job: dict[str, Any]
@@ -181,11 +182,14 @@ def plan(
     The other arguments are options of `fivefold plan`. Raises UserError.
     """
     given = dict(locals())
-    from fivefold.plan.request import Options, ask
-    from fivefold.plan.result import answer
+    from fivefold.interop.megatron_plan import read_request
+    from fivefold.plan.request import Options
+    from fivefold.plan.result import make_plan
+    from fivefold.plan.result_json import to_json
 
     given["measured"] = tuple(measured)
-    return cast(PlanResult, answer(ask(Options(**given))))
+    megatron = given.pop("from_megatron")
+    return cast(PlanResult, to_json(make_plan(read_request(Options(**given), megatron))))
 
 
 def layout(text: str, gpus: int | None = None) -> LayoutResult:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +9,11 @@ from fivefold.layout.global_batch import with_global_batch
 from fivefold.layout.notation import Layout, parse
 from fivefold.model.huggingface.presets import load_model
 from fivefold.plan import explain
+from fivefold.plan import neighbours as one_change_away
 from fivefold.plan.engines import Job
-from fivefold.plan.explain import Neighbour, Outcome, found_order, neighbours, reasons, refit
+from fivefold.plan.estimate import LedgerRow
+from fivefold.plan.explain import found_order, justify_splits
+from fivefold.plan.neighbours import Neighbour, Outcome, neighbours, refit
 
 LIMIT = 80e9
 LINE = "989TFLOPS,80GB,3.35TB/s:8x450GB/s,50GB/s"
@@ -35,7 +37,8 @@ def costs(monkeypatch):
         found = [known.get(str(each), rest) for each in layouts]
         return [Outcome(step, memory * 1e9) for step, memory in found]
 
-    monkeypatch.setattr(explain, "outcomes", outcomes)
+    for module in (explain, one_change_away):
+        monkeypatch.setattr(module, "outcomes", outcomes)
     return known
 
 
@@ -71,7 +74,7 @@ def test_a_neighbour_is_cheaper_dearer_over_memory_or_illegal(costs):
     found = {each.change: each for each in neighbours(job(), chosen, LIMIT)}
     assert (found["tp / 2"].verdict, found["tp / 2"].step_time_ratio) == ("no", 0.75)
     assert (found["pp x 2"].verdict, found["pp x 2"].step_time_ratio) == ("fits", 1.5)
-    assert found["pp x 2"].layout == "tp8 sp pp4 dp2 ga32"
+    assert str(found["pp x 2"].layout) == "tp8 sp pp4 dp2 ga32"
     for change in ("no tp", "no pp", "no sp", "tp x 2", "zero1", "recompute=full", "mb x 2"):
         assert change in found
     assert "ep x 2" not in found  # a dense model
@@ -106,12 +109,14 @@ def test_a_mixture_has_neighbours_in_its_experts(costs):
 
 def test_the_first_reason_is_whether_the_model_fits_one_device(costs):
     costs["dp1"] = (1.0, 1204.0)
-    first = reasons(job(), layout("tp8 sp pp2"), LIMIT)[0]
+    first = justify_splits(job(), layout("tp8 sp pp2"), LIMIT)[0]
     assert first.text == (
-        "The model does not fit one device: it needs 1,204 GB there, and has 80 GB to use."
+        "The model does not fit on one GPU: it would need 1,204 GB; 80 GB is available."
     )
     costs["dp1"] = (1.0, 30.0)
-    assert "samples alone are split" in reasons(job(), layout("dp64"), LIMIT)[0].text
+    assert (
+        "data parallelism alone is enough" in justify_splits(job(), layout("dp64"), LIMIT)[0].text
+    )
 
 
 def test_each_split_is_there_for_memory_for_time_or_for_the_batch(costs):
@@ -120,27 +125,32 @@ def test_each_split_is_there_for_memory_for_time_or_for_the_batch(costs):
     costs["tp8 sp dp8 zero1 ga8"] = (1.1, 96.0)
     costs["pp2 dp32 zero1 ga2"] = (1.31, 60.0)
     costs["tp8 pp2 dp4 zero1 ga16"] = (1.001, 60.0)
-    why = {reason.split: reason for reason in reasons(job(), chosen, LIMIT)}
-    assert why["pp"].text == "PP 2: without it a device needs 96.0 GB, and has 80 GB to use."
+    costs["tp8 sp pp2 ga16"] = (1.001, 50.1)
+    why = {reason.split: reason for reason in justify_splits(job(), chosen, LIMIT)}
+    assert why["pp"].text == "PP 2: without it each GPU would need 96.0 GB; 80 GB is available."
     assert why["pp"].peak_memory_bytes == 96e9
-    assert why["tp"].text == "TP 8: without it a step takes 1.31 x as long."
-    assert why["sp"].text == "TP (sp): without it a step takes the same (1.001 x)."
-    few = reasons(job(batch=4), layout("tp8 sp pp2", batch=4), LIMIT)
-    assert few[1].text == "TP 8: without it dp 32 does not divide the global batch of 4 sequences."
+    assert why["tp"].text == "TP 8: without it a step would take 31% longer."
+    assert why["sp"].text == "TP (sp): without it each GPU would need 10.0 GB more."
+    assert "zero" not in why  # what saves nothing is no reason
+    few = justify_splits(job(batch=4), layout("tp8 sp pp2", batch=4), LIMIT)
+    assert few[1].text == (
+        "TP 8: the layout without it is not legal: dp 32 does not divide the global batch of 4 "
+        "sequences."
+    )
 
 
 # --- the order of the splits ---------------------------------------------------------------------
 
 
-def row(split: str, tier: str, wire_bytes: float, op: str = "all_reduce") -> SimpleNamespace:
-    return SimpleNamespace(split=split, tier=tier, wire_bytes=wire_bytes, op=op)
+def row(split: str, tier: str, wire_bytes: float, op: str = "all_reduce") -> LedgerRow:
+    return LedgerRow(split, "forward", op, 2, wire_bytes, 1, wire_bytes, tier, 0.0, 0.0, 0)
 
 
 def test_the_usual_order_is_said_to_be_usual():
     rows = [row("dp", "leaf", 1e9), row("pp", "leaf", 2e9), row("tp", "nvlink", 9e9)]
     found = found_order(rows, ["nvlink", "leaf"])
     assert (found.splits, found.usual) == (["tp", "pp", "dp"], True)
-    assert found.text == "From the inner tier out: TP > PP > DP, the usual order."
+    assert found.text == "Splits by network tier, innermost first: TP, PP, DP (the usual order)."
 
 
 def test_another_order_names_the_two_splits_and_their_bytes():
@@ -148,11 +158,11 @@ def test_another_order_names_the_two_splits_and_their_bytes():
     found = found_order(rows, ["nvlink", "leaf"])
     assert (found.splits, found.usual) == (["tp", "dp", "pp"], False)
     assert found.text == (
-        "From the inner tier out: TP > DP > PP, not the usual TP > PP > DP: both cross leaf, "
-        "and a step sends 20.0 GB for DP, 1.0 GB for PP."
+        "Splits by network tier, innermost first: TP, DP, PP. The usual order is TP, PP, DP. Here "
+        "DP and PP both cross leaf, and a step sends 20.0 GB for DP and 1.0 GB for PP."
     )
     rows = [row("ep", "nvlink", 1e9), row("tp", "leaf", 9e9)]
-    assert "EP stays in nvlink, TP crosses leaf" in found_order(rows, ["nvlink", "leaf"]).text
+    assert "EP stays in nvlink and TP crosses leaf" in found_order(rows, ["nvlink", "leaf"]).text
 
 
 def test_a_split_belongs_to_the_outermost_tier_that_it_crosses():
@@ -168,14 +178,14 @@ def test_what_is_sent_inside_a_tp_group_counts_as_tp():
 
 
 def test_nothing_is_sent_on_one_device():
-    assert found_order([], ["nvlink"]).text == "Nothing is sent."
+    assert found_order([], ["nvlink"]).text == "No messages are sent."
 
 
 # --- what would change the answer ----------------------------------------------------------------
 
 
 def neighbour(change: str, ratio: float, memory: float, verdict: str) -> Neighbour:
-    return Neighbour(change, "tp4 pp2 dp8 ga8", verdict, ratio, ratio, memory, None)
+    return Neighbour(change, layout("tp4 pp2 dp8 ga8"), verdict, ratio, ratio, memory, None)
 
 
 def test_more_memory_is_worth_what_the_nearest_faster_neighbour_saves(costs):
@@ -186,7 +196,7 @@ def test_more_memory_is_worth_what_the_nearest_faster_neighbour_saves(costs):
     ]
     first = explain.changes(job(), layout("tp8 pp2"), around, LIMIT)[0]
     assert (first.change, first.step_time_ratio) == ("memory", 0.9)
-    assert first.text.startswith("With 16.0 GB more memory a device tp / 2 would fit")
+    assert first.text.startswith("With 16.0 GB more memory per GPU, tp / 2 would fit")
 
 
 def test_a_faster_tier_and_a_larger_batch_change_a_real_step():
@@ -207,7 +217,7 @@ def test_tp_across_nodes_is_said_to_be_slower_than_a_pipeline():
     two_nodes = replace(job(gpus=16, batch=16), sequence_length=8192)
     found = {n.change: n for n in neighbours(two_nodes, layout("tp8 sp pp2", 16, 16), 1e15)}
     wide = found["tp x 2, pp / 2"]
-    assert wide.layout == "tp16 sp ga16"
+    assert str(wide.layout) == "tp16 sp ga16"
     assert wide.step_time_ratio is not None and wide.step_time_ratio > 1.1
     assert "tp x 2" not in found  # it needs 32 devices
 
@@ -218,5 +228,5 @@ def test_outcomes_come_in_the_order_of_the_layouts_whatever_their_rank_order():
         layout("tp8 sp pp2 order=tp-cp-ep-pp-dp"),
         layout("tp4 sp pp4"),
     ]
-    together = explain.outcomes(job(), three)
-    assert together == [explain.outcomes(job(), [each])[0] for each in three]
+    together = one_change_away.outcomes(job(), three)
+    assert together == [one_change_away.outcomes(job(), [each])[0] for each in three]

@@ -17,8 +17,9 @@ from fivefold.model.huggingface.presets import load_preset
 from fivefold.parallel.cost import ledger
 from fivefold.plan.engines import Engine, Job
 from fivefold.plan.estimate import Estimate, LedgerRow, estimate
-from fivefold.plan.request import Options, ask
-from fivefold.plan.result import answer
+from fivefold.plan.request import Options, parse_request
+from fivefold.plan.result import make_plan
+from fivefold.plan.result_json import to_json
 from fivefold.plan.time.operations import Operations, layer_operations
 
 GIB = 2**30
@@ -73,7 +74,7 @@ def test_case_41_kv_heads_that_are_fewer_than_ranks_are_repeated(model, tp, size
 
 def ask_and_answer(**options) -> dict:
     options.setdefault("cluster", nodes())
-    return answer(ask(Options(**options)))
+    return to_json(make_plan(parse_request(Options(**options))))
 
 
 # Case 53: TP across nodes

@@ -14,8 +14,9 @@ from fivefold.layout.notation import parse
 from fivefold.model.huggingface.presets import preset_names
 from fivefold.plan.intervals import calibrate_with_measurements
 from fivefold.plan.planfile import load, save
-from fivefold.plan.request import Options, ask
-from fivefold.plan.result import answer, plan_file
+from fivefold.plan.request import Options, parse_request
+from fivefold.plan.result import make_plan
+from fivefold.plan.result_json import to_json
 from fivefold.plan.search.ranking import TIE_TOLERANCE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -25,6 +26,7 @@ NODES = "989TFLOPS,80GB,3.35TB/s:8x450GB/s,50GB/s"
 
 KEYS = {
     "": {
+        "version",
         "model",
         "cluster",
         "job",
@@ -156,7 +158,7 @@ KEYS = {
 @cache
 def planned(**options: Any) -> dict[str, Any]:
     """The answer as `--json` prints it."""
-    result = answer(ask(Options(**{"cluster": NODES, **options})))
+    result = to_json(make_plan(parse_request(Options(**{"cluster": NODES, **options}))))
     return json.loads(json.dumps(result))
 
 
@@ -194,9 +196,10 @@ def test_the_checkpoint_and_the_memory_for_loading_are_those_of_the_model():
     assert job["loading_bytes"] == 8 * 5e9  # a file for each device of a node
 
 
-def test_equal_questions_have_equal_answers():
+def test_equal_requests_have_equal_answers():
     def once() -> str:
-        result = answer(ask(Options(model="qwen3-30b-a3b", cluster=NODES, gpus=16)))
+        options = Options(model="qwen3-30b-a3b", cluster=NODES, gpus=16)
+        result: dict[str, Any] = to_json(make_plan(parse_request(options)))
         result["search"].pop("seconds")
         return json.dumps(result)
 
@@ -297,7 +300,7 @@ def test_a_measured_step_far_from_its_prediction_is_doubted():
     for factor, doubted in [(2.9, False), (3.1, True), (0.34, False), (0.32, True)]:
         line = f"{first['layout']}={first['step_time_s'] * factor:.6f}s"
         notes = planned(model="llama-3.1-8b", gpus=16, measured=(line,))["notes"]
-        assert any("was measured to take" in note for note in notes) == doubted
+        assert any("times the predicted one" in note for note in notes) == doubted
 
 
 # --- one layout ----------------------------------------------------------------------------------
@@ -317,14 +320,16 @@ def test_one_layout_is_held_against_the_best_that_is_found():
 def test_the_best_layout_is_said_to_be_the_best():
     best = planned(model="llama-3.1-8b", gpus=8)["layouts"][0]["layout"]
     asked = planned(model="llama-3.1-8b", gpus=8, layout=best)["layouts"][0]
-    assert asked["why"][0]["text"] == "It is the best that the search finds."
+    assert asked["why"][0]["text"] == "This is the best layout that the search found."
 
 
 def test_a_layout_over_memory_is_shown_and_said_not_to_fit():
     result = planned(model="llama-2-70b", gpus=32, layout="tp8 dp4 zero1")
     (asked,) = result["layouts"]
     assert asked["verdict"] == "no" and asked["peak_memory_bytes"] > 77.6e9
-    assert any(each["text"].startswith("It does not fit: stage 0 needs") for each in asked["why"])
+    assert any(
+        each["text"].startswith("It does not fit: pipeline rank 0 needs") for each in asked["why"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,20 +380,20 @@ def test_an_illegal_layout_is_refused_with_every_rule_it_breaks():
 
 
 def test_a_plan_file_holds_the_first_layout(tmp_path):
-    question = ask(Options(model="llama-3.1-8b", cluster=NODES, gpus=16))
-    result = answer(question)
-    save(plan_file(question, result), tmp_path / "plan.yaml")
+    request = parse_request(Options(model="llama-3.1-8b", cluster=NODES, gpus=16))
+    result = make_plan(request)
+    save(result.plan_file(), tmp_path / "plan.yaml")
     plan = load(tmp_path / "plan.yaml")
-    assert str(plan.parsed_layout()) == result["layouts"][0]["layout"]
+    assert str(plan.parsed_layout()) == str(result.layouts[0].estimate.layout)
     assert (plan.model, plan.gpus, plan.gpus_per_node) == ("llama-3.1-8b", 16, 8)
     assert plan.predicted is not None
-    assert plan.predicted.step_time_s == result["layouts"][0]["step_time_s"]
+    assert plan.predicted.step_time_s == result.layouts[0].estimate.step_time_s
 
 
 def test_there_is_no_plan_file_when_nothing_fits():
-    question = ask(Options(model="llama-3.1-70b", cluster=NODES, gpus=8))
+    request = parse_request(Options(model="llama-3.1-70b", cluster=NODES, gpus=8))
     with pytest.raises(UserError, match="nothing fits"):
-        plan_file(question, planned(model="llama-3.1-70b", gpus=8))
+        make_plan(request).plan_file()
 
 
 # --- cases from the field ------------------------------------------------------------------------
@@ -414,7 +419,8 @@ def test_states_alone_say_how_many_devices_are_too_few(model, bounds):
     found = {each["bytes_per_parameter"]: each["devices"] for each in shortage["bounds"]}
     assert (found[16], found[18]) == bounds
     text = " ".join(shortage["text"])
-    assert "infeasible" in text and f"at least {bounds[1]:,} devices" in text
+    assert "Infeasible: " in text
+    assert f"At least {bounds[1]:,} GPUs ({bounds[0]:,} with 16 B/parameter) are needed." in text
     assert shortage["closest"][0]["peak_memory_bytes"] > 0.9 * 80e9
     assert shortage["smallest_gpus"] >= bounds[1]
     changes = " ".join(each["change"] for each in shortage["helps"])
@@ -433,7 +439,10 @@ def test_fewer_devices_may_do_with_less_to_spare():
     options = {"model": "llama-3.1-70b", "cluster": "h100:8x450GB/s,50GB/s"}
     shortage = planned(**options, gpus=8)["nothing_fits"]
     tight, spare = shortage["smallest_gpus"], shortage["smallest_gpus_to_spare"]
-    assert tight < spare and f"is {tight}, in full nodes; it is tight" in shortage["text"][-1]
+    assert tight < spare and shortage["text"][-1] == (
+        f"In full nodes, at least {tight} GPUs are needed for a layout to fit. The fit is tight "
+        f"there, with less than 8% free; with {spare} GPUs it is not."
+    )
     assert planned(**options, gpus=tight)["layouts"][0]["verdict"] == "tight"
     assert planned(**options, gpus=spare)["layouts"][0]["verdict"] == "fits"
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fivefold.plan.request import Options, ask
-from fivefold.plan.result import answer
+from fivefold.plan.request import Options, parse_request
+from fivefold.plan.result import make_plan
+from fivefold.plan.result_json import to_json
 from fivefold.report.plan_tables import traffic_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
@@ -30,18 +31,15 @@ def planned() -> dict[str, Any]:
     given = {
         name.removeprefix("--"): word for name, word in zip(words[::2], words[1::2], strict=True)
     }
-    return answer(
-        ask(
-            Options(
-                model=given["dims"],
-                cluster=given["cluster"],
-                gpus=int(given["gpus"]),
-                sequence_length=int(given["seq"]),
-                global_batch=int(given["global-batch"]),
-                layout=given["layout"],
-            )
-        )
+    options = Options(
+        model=given["dims"],
+        cluster=given["cluster"],
+        gpus=int(given["gpus"]),
+        sequence_length=int(given["seq"]),
+        global_batch=int(given["global-batch"]),
+        layout=given["layout"],
     )
+    return to_json(make_plan(parse_request(options)))
 
 
 def test_the_model_is_a_mixture_of_16_experts_and_2t_parameters(planned):
@@ -74,7 +72,7 @@ def test_tp_and_cp_stay_inside_the_rack_and_the_others_cross_it(planned):
     assert order["tiers"]["ep"] == order["tiers"]["dp"] == "row of racks"
     assert order["tiers"]["pp"] == "superpod"
     assert order["splits"] == ["tp", "cp", "ep", "dp", "pp"]
-    assert "DP stays in row of racks, PP crosses superpod" in order["text"]
+    assert "DP stays in row of racks and PP crosses superpod" in order["text"]
 
 
 def test_the_table_has_a_line_for_each_split_with_its_share_and_tier(planned):

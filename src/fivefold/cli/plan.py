@@ -10,6 +10,7 @@ from fivefold.cli.output import console, note, print_json
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.layout.notation import Layout
     from fivefold.plan.request import PlanRequest
 
 MODEL, MACHINE = "Model", "Cluster"
@@ -271,7 +272,9 @@ def plan(options: PlanOptions) -> None:
     if options.list_names:
         _print_names(options.as_json)
         return
-    from fivefold.plan.request import Options, ask, sequence_tokens
+    from fivefold.interop.megatron_plan import read_request
+    from fivefold.plan.request import Options
+    from fivefold.plan.units import sequence_tokens
 
     given = {field.name: getattr(options, field.name) for field in fields(Options)}
     if options.here:
@@ -279,7 +282,7 @@ def plan(options: PlanOptions) -> None:
     if options.sequence_length is not None:
         given["sequence_length"] = sequence_tokens(options.sequence_length)
     given["measured"] = tuple(options.measured or ())
-    _show(ask(Options(**given)), options)
+    _show(read_request(Options(**given), options.from_megatron), options)
 
 
 def _here(cluster: str | None) -> str:
@@ -299,7 +302,8 @@ def _here(cluster: str | None) -> str:
 
 def _show(request: "PlanRequest", options: PlanOptions) -> None:
     """Search, print, save, and end with the exit code."""
-    from fivefold.plan.result import answer, plan_file, refuse_unsavable
+    from fivefold.plan.result import make_plan, refuse_unsavable
+    from fivefold.plan.result_json import to_json
 
     save, timeline = options.save, options.timeline
     if timeline is not None:
@@ -308,21 +312,20 @@ def _show(request: "PlanRequest", options: PlanOptions) -> None:
         check_writer(timeline)
     if save is not None:
         refuse_unsavable(request, save)
-    result = answer(request)
-    fits = bool(result["layouts"]) and result["layouts"][0]["verdict"] != "no"
-    if save is not None and result["layouts"] and not fits:
-        result["notes"].append(f"the layout that {save} keeps does not fit")
+    result = make_plan(request)
+    if save is not None and result.layouts and not result.fits:
+        result.notes.append(f"the layout that {save} keeps does not fit")
     if options.as_json:
-        print_json(result)
+        print_json(to_json(result))
     else:
-        _print(result, options.details)
+        _print(to_json(result), options.details)
     if save is not None:
         from fivefold.plan import planfile
 
-        planfile.save(plan_file(request, result), save)
-    if timeline is not None and result["layouts"]:
-        _save_timeline(request, result["layouts"][0]["layout"], timeline)
-    raise typer.Exit(0 if fits else 1)
+        planfile.save(result.plan_file(), save)
+    if timeline is not None and result.layouts:
+        _save_timeline(request, result.layouts[0].estimate.layout, timeline)
+    raise typer.Exit(0 if result.fits else 1)
 
 
 def _print(result: dict, details: bool) -> None:
@@ -331,14 +334,11 @@ def _print(result: dict, details: bool) -> None:
     console().print(*plan_report(result, details), sep="\n")
 
 
-def _save_timeline(request: "PlanRequest", layout: str, path: str) -> None:
-    from fivefold.layout.notation import parse
-    from fivefold.plan.result import job_of
+def _save_timeline(request: "PlanRequest", layout: "Layout", path: str) -> None:
     from fivefold.plan.timeline import planned_step
     from fivefold.report.timeline import of_plan, save
 
-    parsed = parse(layout)
-    save(of_plan(planned_step(job_of(request, parsed), parsed)), path)
+    save(of_plan(planned_step(request.job_of(layout), layout)), path)
 
 
 def _print_names(as_json: bool) -> None:

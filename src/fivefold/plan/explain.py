@@ -1,8 +1,7 @@
-"""Why this layout: the rule behind each split with its number, and what its neighbours would cost.
+"""Why this layout: the reason for each split with its number, and what would change the answer.
 
-Every number here is a difference that was computed: the layout again without one split, or with
-one degree halved or doubled, on the same devices and with the same global batch. Nothing is said
-that does not follow from such a comparison.
+Every number here is a difference that was computed: the layout again without one split, or on
+another machine, on the same devices and with the same global batch.
 """
 
 from __future__ import annotations
@@ -10,216 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fivefold.layout.batch import LayoutBatch, alike
-from fivefold.layout.legality import violations
-from fivefold.layout.notation import Layout, parse
+from fivefold.layout.notation import Layout
 from fivefold.plan.engines import Job
-from fivefold.plan.estimate import Estimate
-from fivefold.plan.memory.states import estimate_memory
-from fivefold.plan.time.stages import simulate
+from fivefold.plan.estimate import Estimate, LedgerRow
+from fivefold.plan.neighbours import (
+    Fields,
+    Neighbour,
+    Outcome,
+    broken_rule,
+    outcomes,
+    refit,
+    step_times,
+)
+from fivefold.plan.search.ranking import TIE_TOLERANCE
+from fivefold.plan.wording import available, device_noun, gb, longer
 from fivefold.text import product
 
 USUAL_ORDER = ("tp", "cp", "ep", "pp", "dp")
-"""Traffic a device, most to least, as practitioners quote it; the order from the inner tier out."""
-
-WORTH_SAYING = 0.02
-"""Step times closer than this are called the same."""
+"""Splits by traffic per device, most to least, as practitioners quote it: from the inner tier
+out."""
+MEMORY_SAVED = 0.01
+"""Share of the peak that a split must save to be there for memory alone."""
 NAMED = 0.005
-"""Shares of a step from which on a difference is named, and a faster network spoken of."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One layout: its simulated step, as in an estimate, and the search's memory."""
-
-    step_time_s: float
-    peak_memory_bytes: float
-
-
-def outcomes(job: Job, layouts: Sequence[Layout]) -> list[Outcome]:
-    """Step time and memory of legal layouts, in their order."""
-    peaks = np.zeros(len(layouts))
-    for indices in alike(layouts):
-        many = LayoutBatch.of([layouts[i] for i in indices])
-        peaks[indices] = estimate_memory(job, many).peak_bytes
-    steps = _step_times(job, layouts)
-    return [Outcome(float(step), float(peak)) for step, peak in zip(steps, peaks, strict=True)]
-
-
-def _step_times(job: Job, layouts: Sequence[Layout]) -> NDArray[np.float64]:
-    """Seconds of legal layouts, in their order."""
-    return np.array([each.step_s for each in simulate(job, list(layouts))])
-
-
-# The layout with something changed
-
-
-def refit(job: Job, layout: Layout, **changes: Any) -> Layout:
-    """The layout with other degrees, dp taking up the devices and accumulation the batch.
-
-    What the change leaves without a meaning is dropped: sp without tp, chunks without a
-    pipeline, ZeRO with nothing to shard over, the layers listed for other stages. The result may
-    still be illegal.
-    """
-    new = replace(layout, **changes)
-    if new.tp == 1:
-        new = replace(new, sp=False)
-    if layout.etp > 1:
-        new = replace(new, etp=new.tp)
-    if new.pp == 1:
-        new = replace(new, vpp=1, schedule="1f1b")
-    new = replace(new, dp=max(1, job.cluster.num_devices // (new.tp * new.pp * new.cp)))
-    if new.dp % new.dp_replicate:
-        new = replace(new, dp_replicate=1)
-    if new.dp_shard * new.cp == 1:
-        new = replace(new, zero=0, dp_replicate=1)
-    if job.global_batch % (new.dp * new.micro_batch) and "micro_batch" not in changes:
-        new = replace(new, micro_batch=1)
-    new = replace(new, accumulation=max(1, job.global_batch // (new.dp * new.micro_batch)))
-    if new.schedule == "1f1b" and "vpp" not in changes:
-        new = replace(new, vpp=_chunks_that_work(job, new))
-    if new.stages != layout.stages:
-        new = replace(new, layers=None)
-    return new
-
-
-def _chunks_that_work(job: Job, layout: Layout) -> int:
-    if layout.accumulation % layout.pp:
-        return 1
-    vpp = layout.vpp
-    while vpp > 1 and layout.pp * vpp > job.config.num_layers:
-        vpp //= 2
-    return max(vpp, 1)
-
-
-def obstacle(job: Job, layout: Layout) -> str | None:
-    """The rule that the layout breaks for this job, None for a legal one."""
-    return _broken_rule(job, layout) or _undivided_batch(job, layout)
-
-
-def _broken_rule(job: Job, layout: Layout) -> str | None:
-    devices = job.cluster.num_devices
-    broken = violations(layout, job.config, job.sequence_length, devices, running=False)
-    return broken[0] if broken else None
-
-
-def _undivided_batch(job: Job, layout: Layout) -> str | None:
-    if layout.global_batch == job.global_batch:
-        return None
-    share = product({"dp": layout.dp, "mb": layout.micro_batch})
-    return f"{share} does not divide the global batch of {job.global_batch:,} sequences"
-
-
-# Neighbours
-
-Changes = dict[str, Any]
-
-
-def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Changes]]:
-    """What is tried around a layout: a name, and the fields that change."""
-    yield from _degree(layout, "tp", "tp")
-    yield from _degree(layout, "pp", "pp")
-    if layout.pp % 2 == 0:
-        yield "tp x 2, pp / 2", {"tp": layout.tp * 2, "pp": layout.pp // 2}
-    if layout.tp % 2 == 0:
-        yield "tp / 2, pp x 2", {"tp": layout.tp // 2, "pp": layout.pp * 2}
-    if layout.tp > 1:
-        yield ("no sp" if layout.sp else "sp"), {"sp": not layout.sp}
-    yield from _degree(layout, "ulysses", "ulysses")
-    yield from _degree(layout, "ring", "ring")
-    if job.config.moe is not None:
-        yield from _degree(layout, "ep", "ep")
-        if layout.tp > 1:
-            yield (
-                ("etp1" if layout.etp > 1 else "etp=tp"),
-                {"etp": 1 if layout.etp > 1 else layout.tp},
-            )
-    for zero in (layout.zero - 1, layout.zero + 1):
-        if 0 <= zero <= 3:
-            yield f"zero{zero}", {"zero": zero}
-    for recompute in ("none", "selective", "full"):
-        if (recompute, 0) != (layout.recompute, layout.recompute_layers):
-            yield f"recompute={recompute}", {"recompute": recompute, "recompute_layers": 0}
-    yield from _degree(layout, "mb", "micro_batch", one=False)
-    if layout.pp > 1 and layout.schedule == "1f1b":
-        yield from _degree(layout, "vpp", "vpp", one=False)
-    if layout.pp > 1 and layout.dp > 1:
-        order = tuple({"dp": "pp", "pp": "dp"}.get(axis, axis) for axis in layout.order)
-        inner = "dp" if order.index("dp") < order.index("pp") else "pp"
-        yield f"{inner} further in", {"order": order}
-
-
-def _degree(
-    layout: Layout, name: str, field: str, one: bool = True
-) -> Iterator[tuple[str, Changes]]:
-    """Halved, doubled, and (where `one`) not split at all."""
-    degree = getattr(layout, field)
-    if degree > 2 and one:
-        yield f"no {name}", {field: 1}
-    if degree > 1:
-        yield (
-            (f"no {name}" if degree == 2 and one else f"{name} / 2"),
-            {field: degree // 2 if degree % 2 == 0 else 1},
-        )
-    yield f"{name} x 2", {field: degree * 2}
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A layout that differs in one thing, beside the one that was chosen."""
-
-    change: str
-    layout: str
-    verdict: str  # "fits", "no" (over memory) or "illegal"
-    step_time_s: float | None  # simulated, as in an estimate; None for an illegal one
-    step_time_ratio: float | None  # to the chosen one's
-    peak_memory_bytes: float | None
-    reason: str | None  # the rule that an illegal one breaks
-
-
-def neighbours(job: Job, chosen: Layout, limit_bytes: float) -> list[Neighbour]:
-    """What one change would cost, in the order of `_changes`; illegal ones come last."""
-    tried = [(name, refit(job, chosen, **change)) for name, change in _changes(job, chosen)]
-    devices = job.cluster.num_devices
-    tried = [(name, x) for name, x in tried if x != chosen and x.world_size <= devices]
-    reasons = [obstacle(job, layout) for _, layout in tried]
-    legal = [layout for (_, layout), reason in zip(tried, reasons, strict=True) if reason is None]
-    base, *others = outcomes(job, [chosen, *legal])
-    found = dict(zip(legal, others, strict=True))
-    result = [
-        _neighbour(name, layout, reason, found.get(layout), base, limit_bytes)
-        for (name, layout), reason in zip(tried, reasons, strict=True)
-    ]
-    return sorted(result, key=lambda each: each.verdict == "illegal")
-
-
-def _neighbour(
-    change: str,
-    layout: Layout,
-    reason: str | None,
-    outcome: Outcome | None,
-    base: Outcome,
-    limit_bytes: float,
-) -> Neighbour:
-    if outcome is None:
-        return Neighbour(change, str(layout), "illegal", None, None, None, reason)
-    return Neighbour(
-        change,
-        str(layout),
-        "fits" if outcome.peak_memory_bytes <= limit_bytes else "no",
-        outcome.step_time_s,
-        outcome.step_time_s / base.step_time_s,
-        outcome.peak_memory_bytes,
-        None,
-    )
-
-
-# Why each split is there
+"""Shares of a step from which on a difference is named, and a faster network mentioned."""
+WORTH_MORE_MEMORY = 0.02
+"""Share of a step that a neighbour must save for more memory to be mentioned."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +47,7 @@ class Justification:
     step_time_ratio: float | None = None  # without the split, to the chosen layout's
 
 
-SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Changes]] = {
+SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Fields]] = {
     "tp": ("TP {tp}", lambda x: x.tp > 1, {"tp": 1}),
     "pp": ("PP {pp}", lambda x: x.pp > 1, {"pp": 1}),
     "cp": ("CP", lambda x: x.cp > 1, {"ulysses": 1, "ring": 1}),
@@ -244,32 +59,33 @@ SPLITS: dict[str, tuple[str, Callable[[Layout], bool], Changes]] = {
         lambda x: x.recompute != "none",
         {"recompute": "none", "recompute_layers": 0},
     ),
-    "schedule": (
-        "vpp {vpp}",
-        lambda x: x.vpp > 1 and x.schedule == "1f1b",
-        {"vpp": 1},
-    ),
-    "layers": ("The list of layers a stage", lambda x: x.layers is not None, {"layers": None}),
+    "schedule": ("vpp {vpp}", lambda x: x.vpp > 1 and x.schedule == "1f1b", {"vpp": 1}),
+    "layers": ("The list of layers per stage", lambda x: x.layers is not None, {"layers": None}),
 }
 """What a layout may have: its name, whether it has it, and what takes it away."""
 
 
-def reasons(job: Job, chosen: Layout, limit_bytes: float) -> list[Justification]:
-    """First whether the model fits one device; then, for each split, the layout without it."""
+def justify_splits(job: Job, chosen: Layout, limit_bytes: float) -> list[Justification]:
+    """First whether the model fits on one device; then, for each split, what the layout without it
+    would cost. A split that saves neither time nor memory has no entry."""
     used = [
         (split, _named(split, name, chosen), refit(job, chosen, **change))
         for split, (name, has, change) in SPLITS.items()
         if has(chosen)
     ]
-    layouts = [layout for _, _, layout in used]
-    broken = [_broken_rule(job, layout) for layout in layouts]
-    computed = [layout for layout, rule in zip(layouts, broken, strict=True) if rule is None]
-    (one,) = outcomes(_on_one_device(job), [Layout()])
-    base, *others = outcomes(job, [chosen, *computed])
-    found = dict(zip(computed, others, strict=True))
-    result = [_opening(job, chosen, one.peak_memory_bytes, limit_bytes)]
+    broken = [broken_rule(job, layout) for _, _, layout in used]
+    legal = [each[2] for each, rule in zip(used, broken, strict=True) if rule is None]
+    base, *others = outcomes(job, [chosen, *legal])
+    found = dict(zip(legal, others, strict=True))
+    result = [_whether_one_is_enough(job, chosen, limit_bytes)]
     for (split, name, layout), rule in zip(used, broken, strict=True):
-        result.append(_reason(job, split, name, layout, rule, found.get(layout), base, limit_bytes))
+        if rule is not None:
+            rule = rule.partition(":")[0]  # what would be legal instead is left out
+            text = f"{name}: the layout without it is not legal: {rule}."
+            result.append(Justification(split, text))
+        elif (without := _without(job, found[layout], base, limit_bytes)) is not None:
+            peak, ratio = found[layout].peak_memory_bytes, _ratio(found[layout], base)
+            result.append(Justification(split, f"{name}: without it {without}.", peak, ratio))
     return result
 
 
@@ -279,53 +95,33 @@ def _named(split: str, name: str, layout: Layout) -> str:
     return name.format(**asdict(layout))
 
 
-def _on_one_device(job: Job) -> Job:
-    return replace(job, cluster=job.cluster.with_devices(1), global_batch=1)
+def _ratio(other: Outcome, base: Outcome) -> float:
+    return other.step_time_s / base.step_time_s
 
 
-def _opening(job: Job, chosen: Layout, needs_bytes: float, limit_bytes: float) -> Justification:
-    if needs_bytes > limit_bytes:
-        text = (
-            f"The model does not fit one device: it needs {gb(needs_bytes)} there, "
-            f"{available_clause(limit_bytes)}."
-        )
+def _whether_one_is_enough(job: Job, chosen: Layout, limit_bytes: float) -> Justification:
+    alone = replace(job, cluster=job.cluster.with_devices(1), global_batch=1)
+    needs = outcomes(alone, [Layout()])[0].peak_memory_bytes
+    one, sizes = f"one {device_noun(job)}", f"{gb(needs)}; {available(limit_bytes)}"
+    if needs > limit_bytes:
+        text = f"The model does not fit on {one}: it would need {sizes}."
     elif chosen.world_size == chosen.dp:
-        text = (
-            f"The model fits one device ({gb(needs_bytes)}, {available_clause(limit_bytes)}), "
-            "so that samples alone are split: every other split would cost speed."
-        )
+        text = f"The model fits on {one} ({sizes}), so data parallelism alone is enough."
     else:
-        text = f"The model fits one device ({gb(needs_bytes)}, {available_clause(limit_bytes)})."
-    return Justification("model", text, needs_bytes)
+        text = f"The model fits on {one} ({sizes})."
+    return Justification("model", text, needs)
 
 
-def _reason(
-    job: Job,
-    split: str,
-    name: str,
-    without: Layout,
-    rule: str | None,
-    outcome: Outcome | None,
-    base: Outcome,
-    limit_bytes: float,
-) -> Justification:
-    if outcome is None:
-        return Justification(split, f"{name}: without it {rule}.")
-    peak, ratio = outcome.peak_memory_bytes, outcome.step_time_s / base.step_time_s
+def _without(job: Job, other: Outcome, base: Outcome, limit_bytes: float) -> str | None:
+    """What would be worse (or better) without a split; None where nothing would."""
+    peak, ratio = other.peak_memory_bytes, _ratio(other, base)
+    each = f"each {device_noun(job)} would need"
     if peak > limit_bytes:
-        text = f"{name}: without it a device needs {gb(peak)}, {available_clause(limit_bytes)}."
-        return Justification(split, text, peak, ratio)
-    if undivided := _undivided_batch(job, without):
-        return Justification(split, f"{name}: without it {undivided}.", peak)
-    return Justification(split, f"{name}: without it {_pace(ratio)}.", peak, ratio)
-
-
-def _pace(ratio: float) -> str:
-    if abs(ratio - 1) < WORTH_SAYING:
-        return f"a step takes the same ({ratio:.3f} x)"
-    if ratio < 1:
-        return f"a step would take {ratio:.2f} x as long"
-    return f"a step takes {ratio:.2f} x as long"
+        return f"{each} {gb(peak)}; {available(limit_bytes)}"
+    if abs(ratio - 1) >= TIE_TOLERANCE:
+        return f"a step would take {longer(ratio)}"
+    more = peak - base.peak_memory_bytes
+    return f"{each} {gb(more)} more" if more >= MEMORY_SAVED * base.peak_memory_bytes else None
 
 
 # The order of the splits, from the inner tier out
@@ -337,13 +133,13 @@ class Order:
 
     splits: list[str]  # from the inner tier out, most traffic first within a tier
     tiers: dict[str, str]
-    wire_bytes: dict[str, float]  # a device and step
+    wire_bytes: dict[str, float]  # per device and step
     usual: bool
     text: str
 
 
-def found_order(ledger: Iterable[Any], tier_names: Sequence[str]) -> Order:
-    """From the rows of a ledger (with `split`, `tier`, `wire_bytes`); `tier_names` from inside out.
+def found_order(ledger: Iterable[LedgerRow], tier_names: Sequence[str]) -> Order:
+    """From the rows of a ledger; `tier_names` from the inside out.
 
     Splits whose traffic crosses the same outermost tier are neighbours in space: the one that
     sends more comes first.
@@ -373,19 +169,19 @@ def _order_text(
     splits: list[str], usual: list[str], tiers: dict[str, str], sent: dict[str, float]
 ) -> str:
     if not splits:
-        return "Nothing is sent."
-    shown = " > ".join(splits).upper()
+        return "No messages are sent."
+    shown = f"Splits by network tier, innermost first: {', '.join(splits).upper()}"
     if splits == usual:
-        return f"From the inner tier out: {shown}, the usual order."
+        return f"{shown} (the usual order)."
     inner, outer = next((a, b) for a, b in pairwise(splits) if usual.index(a) > usual.index(b))
+    one, other = inner.upper(), outer.upper()
     if tiers[inner] == tiers[outer]:
-        where = f"both cross {tiers[inner]}"
+        where = f"{one} and {other} both cross {tiers[inner]}"
     else:
-        where = f"{inner.upper()} stays in {tiers[inner]}, {outer.upper()} crosses {tiers[outer]}"
+        where = f"{one} stays in {tiers[inner]} and {other} crosses {tiers[outer]}"
     return (
-        f"From the inner tier out: {shown}, not the usual {' > '.join(usual).upper()}: {where}, "
-        f"and a step sends {gb(sent[inner])} for {inner.upper()}, {gb(sent[outer])} for "
-        f"{outer.upper()}."
+        f"{shown}. The usual order is {', '.join(usual).upper()}. Here {where}, and a step sends "
+        f"{gb(sent[inner])} for {one} and {gb(sent[outer])} for {other}."
     )
 
 
@@ -404,23 +200,23 @@ class Change:
 def changes(
     job: Job, chosen: Layout, around: Sequence[Neighbour], limit_bytes: float
 ) -> list[Change]:
-    """More memory, a faster network, a larger batch: what each would do to the time of a token.
+    """More memory, a faster network, a larger batch: what each would do to the time per token.
 
     Of other layouts only the neighbours are looked at.
     """
-    fitting = [chosen, *(parse(each.layout) for each in around if each.verdict == "fits")]
-    (now_s,) = _step_times(job, [chosen])
-    result = list(_more_memory(around, limit_bytes))
+    fitting = [chosen, *(each.layout for each in around if each.verdict == "fits")]
+    (now_s,) = step_times(job, [chosen])
+    result = list(_more_memory(job, around, limit_bytes))
     for index in range(len(job.cluster.tiers)):
-        result += _faster_tier(job, fitting, float(now_s), index)
+        result += _faster_tier(job, fitting, now_s, index)
     twice = replace(job, global_batch=2 * job.global_batch)
-    (larger_s,) = _step_times(twice, [replace(chosen, accumulation=2 * chosen.accumulation)])
-    ratio = float(larger_s / now_s) / 2
-    text = f"With twice the global batch a token takes {ratio:.2f} x as long."
+    (larger_s,) = step_times(twice, [replace(chosen, accumulation=2 * chosen.accumulation)])
+    ratio = larger_s / now_s / 2
+    text = f"With twice the global batch, each token would take {longer(ratio)}."
     return [*result, Change("global batch", text, ratio)]
 
 
-def _more_memory(around: Sequence[Neighbour], limit_bytes: float) -> Iterator[Change]:
+def _more_memory(job: Job, around: Sequence[Neighbour], limit_bytes: float) -> Iterator[Change]:
     """The neighbour that is faster, does not fit, and lacks least."""
     faster = [
         (each.peak_memory_bytes, each.step_time_ratio, each.change)
@@ -428,16 +224,15 @@ def _more_memory(around: Sequence[Neighbour], limit_bytes: float) -> Iterator[Ch
         if each.verdict == "no"
         and each.peak_memory_bytes
         and each.step_time_ratio
-        and each.step_time_ratio < 1 - WORTH_SAYING
+        and each.step_time_ratio < 1 - WORTH_MORE_MEMORY
     ]
     if faster:
         peak, ratio, change = min(faster)
-        yield Change(
-            "memory",
-            f"With {gb(peak - limit_bytes)} more memory a device {change} would fit, and a step "
-            f"take {ratio:.2f} x as long.",
-            ratio,
+        text = (
+            f"With {gb(peak - limit_bytes)} more memory per {device_noun(job)}, {change} would fit "
+            f"and a step would take {longer(ratio)}."
         )
+        yield Change("memory", text, ratio)
 
 
 def _faster_tier(job: Job, fitting: Sequence[Layout], now_s: float, index: int) -> Iterator[Change]:
@@ -445,17 +240,32 @@ def _faster_tier(job: Job, fitting: Sequence[Layout], now_s: float, index: int) 
     system = list(job.cluster.system)
     tier = system[index]
     system[index] = replace(tier, bandwidth=2 * tier.bandwidth)
-    then = _step_times(replace(job, cluster=replace(job.cluster, system=tuple(system))), fitting)
-    best = int(then.argmin())
-    ratio = float(then[best]) / now_s
+    faster = replace(job, cluster=replace(job.cluster, system=tuple(system)))
+    best_s, best = min(zip(step_times(faster, fitting), range(len(fitting)), strict=True))
+    ratio = best_s / now_s
     if abs(ratio - 1) < NAMED:
         return
-    other = "" if best == 0 else f", with {fitting[best]}"
-    text = f"With {tier.name} twice as fast a step takes {ratio:.2f} x as long{other}."
+    other = "" if best == 0 else f" with {fitting[best]}"
+    text = f"With {tier.name} twice as fast, a step would take {longer(ratio)}{other}."
     yield Change(f"bandwidth of {tier.name}", text, ratio)
 
 
-# Words
+# Two layouts compared
+
+
+def difference(name: str, first: Estimate, other: Estimate) -> Justification:
+    """What another layout costs compared with the first, which the sentence calls `name`."""
+    ratio = other.step_time_s / first.step_time_s
+    than = "as" if ratio >= 2 else "than"
+    text = f"A step takes {longer(ratio)} {than} with {name}"
+    if abs(ratio - 1) < 5e-4:
+        text = f"A step takes as long as with {name}"
+    if named := largest_differences(first, other):
+        text += f": {', '.join(named)}"
+    memory = other.peak_memory_bytes - first.peak_memory_bytes
+    if abs(memory) >= 1e9:
+        text += f". It needs {gb(abs(memory))} {'more' if memory > 0 else 'less'} memory"
+    return Justification("layout", f"{text}.", other.peak_memory_bytes, ratio)
 
 
 def largest_differences(first: Estimate, other: Estimate) -> list[str]:
@@ -469,16 +279,3 @@ def largest_differences(first: Estimate, other: Estimate) -> list[str]:
         if abs(seconds) >= NAMED * first.step_time_s
     ]
     return named[:3]
-
-
-def gb(count: float) -> str:
-    """`1,204 GB` or `76.4 GB`, in units of 10^9 bytes."""
-    value = count / 1e9
-    if value >= 99.95:
-        return f"{value:,.0f} GB"
-    return f"{value:.1f} GB" if value >= 0.95 else f"{count / 1e6:,.1f} MB"
-
-
-def available_clause(limit_bytes: float) -> str:
-    """The words after what a device would need: what it has."""
-    return f"and has {f'{limit_bytes / 1e9:,.1f}'.removesuffix('.0')} GB to use"

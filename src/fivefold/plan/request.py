@@ -1,33 +1,35 @@
-"""What the command line asks of the planner: options as text, read into a job and wishes.
+"""What is asked of the planner: the options of `fivefold plan` as text, parsed once into values.
 
-What is left out has a rule, and each rule that was used is said in a note:
+An option that is left out has a rule, and a note reports each rule that was used:
 
 - sequence length: 4,096 tokens, or all positions of a model that has a learned table of fewer;
 - global batch: about 4M tokens (2^22), rounded as below;
-- a batch in tokens becomes the roundest number of sequences within 5 % of it: the multiple of the
-  largest power of two (times the odd part of the number of devices, so that data parallelism can
-  take any share of them).
+- a batch in tokens becomes the roundest number of sequences within 5 % of it: a multiple of the
+  largest power of two, times the odd part of the number of devices (which leaves data parallelism
+  free to take any share of them).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.cluster.cluster import Cluster
 from fivefold.cluster.load import devices_of, load_cluster
 from fivefold.errors import UserError
+from fivefold.files import is_yaml
 from fivefold.layout.global_batch import with_global_batch
+from fivefold.layout.legality import violations
 from fivefold.layout.notation import Layout, parse, stated
 from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters
 from fivefold.model.huggingface.presets import are_dimensions, read_model
 from fivefold.plan.engines import ENGINES, PRODUCT_BYTES, Job
 from fivefold.plan.search.constraints import Constraints, parse_named
+from fivefold.plan.units import layout_and_seconds, memory_bytes, memory_share, token_count
+from fivefold.plan.wording import devices
 from fivefold.schema import MOST
 from fivefold.text import join_or
 
@@ -38,7 +40,7 @@ BATCH_TOLERANCE = 0.05
 MOST_SEQUENCE_TOKENS = 100_000_000
 MOST_SEQUENCES = 1_000_000  # of a step
 MOST_PARAMETERS = 10**15
-"""What is beyond these is taken for a slip of the keyboard: sums over it would overflow."""
+"""More than this is taken for a typing error: sums would overflow."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class Options:
     offload: bool = False
     imbalance: float = 1.0
     layout: str | None = None
-    from_megatron: str | None = None  # arguments, or the path of a script that has them
     fix: str | None = None
     forbid: str | None = None
     top: int = 5
@@ -71,29 +72,37 @@ class Options:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options, read."""
+    """The options, parsed."""
 
     name: str  # of the model
     model: str | None  # as a plan file names it; None: only Megatron's arguments describe it
     cluster: str  # as a plan file names it
     job: Job
-    wishes: Constraints
-    layout: Layout | None  # the one that is asked about
+    constraints: Constraints
+    layout: Layout | None  # the one to evaluate, legal for the job; None: search
     tokens: float | None  # of the whole training
-    measured: tuple[tuple[Layout, float], ...]  # layouts and their step seconds
+    measured: tuple[tuple[Layout, float], ...]  # legal layouts and their step seconds
     notes: tuple[str, ...]
 
+    def job_of(self, layout: Layout) -> Job:
+        """The job on the devices that a layout uses, which may be fewer than there are."""
+        if layout.world_size == self.job.cluster.num_devices:
+            return self.job
+        return replace(self.job, cluster=self.job.cluster.with_devices(layout.world_size))
 
-def ask(options: Options) -> PlanRequest:
-    """Read the options. UserError for one that is missing or wrong."""
-    notes: list[str] = []
+
+def parse_request(
+    options: Options, config: ModelConfig | None = None, notes: Iterable[str] = ()
+) -> PlanRequest:
+    """Parse the options. UserError for one that is missing or wrong.
+
+    `config` is a model that no option names, with notes on how it was read.
+    """
     _refuse_contradictions(options)
     options = replace(options, model=options.model or options.dims)
-    if options.from_megatron is not None:
-        options, config = _from_megatron(options, notes)
-    elif options.model is not None:
+    if options.model is not None:
         config = read_model(options.model)
-    else:
+    if config is None:
         raise UserError(
             "plan needs a model: a name such as llama-3.1-70b, the path of a config.json, or --dims"
         )
@@ -101,7 +110,7 @@ def ask(options: Options) -> PlanRequest:
         raise UserError("plan needs --cluster, such as dgx-h100; fivefold plan --list names them")
     gpus = _gpus(options)
     _check(options, config)
-    notes += config.notes
+    notes = [*notes, *config.notes]
     sequence_length = options.sequence_length or _usual_length(config, notes)
     layout = None if options.layout is None else parse_named(options.layout, gpus)
     global_batch = _global_batch(options, gpus, sequence_length, layout, notes)
@@ -118,65 +127,75 @@ def ask(options: Options) -> PlanRequest:
         imbalance=options.imbalance,
     )
     job.cluster.device.peak_flops(job.precision)  # refuses what the device has no unit for
-    notes += _unfilled_nodes(job.cluster)
-    if layout is not None and options.layout is not None:
-        layout = with_global_batch(layout, global_batch, stated(options.layout))
+    notes += _unfilled_nodes(job)
+    constraints = _constraints(options)
+    constraints.check()
     return PlanRequest(
         name=_name(options.model or config.family),
         model=options.model,
         cluster=options.cluster,
         job=job,
-        wishes=_wishes(options),
-        layout=layout,
-        tokens=None if options.tokens is None else number(options.tokens, "--tokens"),
+        constraints=constraints,
+        layout=None if options.layout is None else _layout_of(job, options.layout),
+        tokens=None if options.tokens is None else token_count(options.tokens, "--tokens"),
         measured=tuple(measured_step(text, job) for text in options.measured),
         notes=tuple(notes),
     )
 
 
+def measured_step(text: str, job: Job) -> tuple[Layout, float]:
+    """`tp8 pp4 mb1=9.31s`: a layout of this job and the seconds its step took."""
+    line, seconds = layout_and_seconds(text)
+    return _layout_of(job, line), seconds
+
+
+def _layout_of(job: Job, text: str) -> Layout:
+    """A layout for this job. UserError with every rule that it breaks, the first ones first."""
+    gpus = job.cluster.num_devices
+    layout = with_global_batch(parse_named(text, gpus), job.global_batch, stated(text))
+    broken = violations(layout, job.config, job.sequence_length, gpus, running=False)
+    if broken:
+        raise UserError(f"{layout} is not legal: {'; '.join(broken)}")
+    return layout
+
+
 def _program(options: Options, cluster: Cluster) -> tuple[str, str]:
-    """Precision and engine: on the cores of a CPU this program runs, and was measured in fp32."""
+    """Precision and engine; on a CPU, fp32 and fivefold, which was measured there."""
     if cluster.cores is None:
         return options.precision or "bf16", options.engine or "megatron"
     if options.engine not in (None, "fivefold"):
         raise UserError(
-            f"{cluster.name} is processes on a CPU, which engine {options.engine} does not run on: "
-            "leave --engine out"
+            f"{cluster.name} is a CPU, on which engine {options.engine} does not run: leave out "
+            "--engine"
         )
     if options.precision not in (None, "fp32"):
         raise UserError(
             f"{cluster.name} is a CPU that was measured in fp32, not in {options.precision}: leave "
-            "--precision out"
+            "out --precision"
         )
     return "fp32", "fivefold"
 
 
 def _refuse_contradictions(options: Options) -> None:
-    """UserError for options that are given without a value, or two that say the same."""
-    texts = ("model", "cluster", "precision", "layout", "from_megatron", "dims", "fix", "forbid")
-    for name in texts:
-        value = getattr(options, name)
-        if value is not None and not value.strip():
-            option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} is empty: give it a value, or leave it out")
+    """UserError for an option without a value, and for two that contradict each other."""
+    for name in ("model", "cluster", "precision", "layout", "dims", "fix", "forbid"):
+        refuse_empty("MODEL" if name == "model" else f"--{name}", getattr(options, name))
     if options.dims is not None and options.model is not None:
-        raise UserError("--dims describes a model and MODEL names one: give one of them")
+        raise UserError("--dims and MODEL both describe a model: give only one")
     if options.dims is not None and not are_dimensions(options.dims):
-        raise UserError(f"--dims {options.dims!r} has no dimensions: write them as hidden=4096")
-    if options.from_megatron is not None:
-        given = {"MODEL": options.model, "--dims": options.dims, "--layout": options.layout}
-        for option, value in given.items():
-            if value is not None:
-                raise UserError(
-                    f"--from-megatron reads model and layout and {option} says one of them too: "
-                    "give one of the two"
-                )
+        raise UserError(f"--dims {options.dims!r} has no dimensions: write them like hidden=4096")
+
+
+def refuse_empty(option: str, value: str | None) -> None:
+    """UserError for an option that is given without a value."""
+    if value is not None and not value.strip():
+        raise UserError(f"{option} is empty: give it a value, or leave it out")
 
 
 def _check(options: Options, config: ModelConfig) -> None:
-    """Refuses values that no cluster is needed to refuse."""
+    """UserError for values that are wrong on any cluster."""
     if options.engine is not None and options.engine not in ENGINES:
-        raise UserError(f"engine {options.engine!r} is not known: it may be {join_or(ENGINES)}")
+        raise UserError(f"engine {options.engine!r} is unknown: it may be {join_or(ENGINES)}")
     if options.precision is not None and options.precision not in PRODUCT_BYTES:
         raise UserError(
             f"--precision {options.precision} cannot be planned: it may be {join_or(PRODUCT_BYTES)}"
@@ -198,81 +217,48 @@ def _check_imbalance(imbalance: float, config: ModelConfig) -> None:
     most = moe.num_experts / moe.experts_per_token if moe else 1.0
     if not imbalance >= 1:  # nan is not
         raise UserError(
-            f"--imbalance {imbalance:g} is the busiest expert rank's tokens over the "
-            "mean, which cannot be below 1"
+            f"--imbalance {imbalance:g}: the busiest expert rank's tokens divided by the mean "
+            "cannot be below 1"
         )
     if imbalance > most and moe is None:
         raise UserError(f"--imbalance {imbalance:g}: {config.family} has no experts; leave it out")
     if moe is not None and imbalance > most:
         raise UserError(
-            f"--imbalance {imbalance:g} is more than all tokens on one of {moe.num_experts} "
-            f"experts, of which each goes to {moe.experts_per_token}: it may be up to {most:g}"
+            f"--imbalance {imbalance:g} is more than if every token went to the same experts "
+            f"({moe.experts_per_token} of {moe.num_experts}): it may be up to {most:g}"
         )
 
 
 def _refuse_above(what: str, value: int | None, most: int, unit: str) -> None:
     if value is not None and value > most:
-        raise UserError(f"{what} is {value:,} {unit}, which is too many: the most is {most:,}")
+        raise UserError(f"{what} is {value:,} {unit}, which is too many: it may be up to {most:,}")
 
 
-def _unfilled_nodes(cluster: Cluster) -> Iterator[str]:
+def _unfilled_nodes(job: Job) -> Iterator[str]:
     """How a job lies in nodes that it does not fill."""
-    size, devices = cluster.system[0].size, cluster.num_devices
-    if size is None or devices <= size or devices % size == 0:
+    cluster = job.cluster
+    size, count = cluster.system[0].size, cluster.num_devices
+    if size is None or count <= size or count % size == 0:
         return
     used = cluster.tiers[0].size or size
-    nodes, rest = divmod(devices, used)
+    nodes, rest = divmod(count, used)
     more = f" and one with {rest}" if rest else ""
     yield (
-        f"{devices:,} devices do not fill whole nodes of {size}: they are planned as {nodes:,} "
+        f"{devices(job, count)} do not fill whole nodes of {size}: the plan has {nodes:,} "
         f"{'node' if nodes == 1 else 'nodes'} with {used}{more}"
     )
 
 
-def _wishes(options: Options) -> Constraints:
+def _constraints(options: Options) -> Constraints:
+    memory, headroom = options.max_memory, options.headroom
     return Constraints(
         fix=options.fix or "",
         forbid=options.forbid or "",
         top=options.top,
         objective=options.objective,
-        max_memory_bytes=None if options.max_memory is None else memory_bytes(options.max_memory),
-        headroom=None if options.headroom is None else share(options.headroom),
+        max_memory_bytes=None if memory is None else memory_bytes(memory),
+        headroom=None if headroom is None else memory_share(headroom),
     )
-
-
-def _from_megatron(options: Options, notes: list[str]) -> tuple[Options, ModelConfig]:
-    """What a Megatron-LM argument line says, unless an option of ours says otherwise."""
-    from fivefold.interop.megatron_read import read_megatron
-
-    run = read_megatron(_megatron_text(options.from_megatron or ""), options.gpus)
-    notes += run.notes
-    return (
-        replace(
-            options,
-            layout=str(run.layout),
-            gpus=options.gpus or run.layout.world_size,
-            sequence_length=options.sequence_length or run.sequence_length,
-            global_batch=options.global_batch
-            or (None if options.global_batch_tokens else run.global_batch),
-            precision=options.precision or run.precision,
-            mtp=options.mtp or run.mtp,
-        ),
-        run.config,
-    )
-
-
-def _megatron_text(text: str) -> str:
-    """The arguments themselves, or the script that has them."""
-    if not os.path.isfile(text):
-        if "--" not in text:
-            raise UserError(
-                f"--from-megatron {text}: there is no such file, nor are there arguments"
-            )
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the script {text} cannot be read: {error}") from None
 
 
 def _name(text: str) -> str:
@@ -291,8 +277,8 @@ def _gpus(options: Options) -> int:
         gpus = parse(options.layout).world_size
     if gpus is None:
         cluster = options.cluster or ""
-        if cluster.endswith((".yaml", ".yml")):
-            load_cluster(cluster, 1)  # says what is wrong with the file
+        if is_yaml(cluster):
+            load_cluster(cluster, 1)  # names what is wrong with the file
         gpus = devices_of(cluster)
     if gpus is None:
         raise UserError("plan needs --gpus, the number of devices, such as 1024")
@@ -305,7 +291,7 @@ def _gpus(options: Options) -> int:
 def _usual_length(config: ModelConfig, notes: list[str]) -> int:
     positions = config.learned_positions or USUAL_SEQUENCE_LENGTH
     length = min(USUAL_SEQUENCE_LENGTH, positions)
-    notes.append(f"sequence length {length:,} tokens, since --seq is not given")
+    notes.append(f"--seq is not given: the sequence length is {length:,} tokens")
     return length
 
 
@@ -321,31 +307,26 @@ def _global_batch(
 def _sequences(
     options: Options, gpus: int, sequence_length: int, layout: Layout | None, notes: list[str]
 ) -> int:
-    """By what is given: sequences, tokens, the layout's own, or nothing."""
+    """From what is given: sequences, tokens, the layout's batch, or nothing."""
     if options.global_batch is not None and options.global_batch_tokens is not None:
-        raise UserError("--global-batch and --global-batch-tokens say the same: give one of them")
+        raise UserError("--global-batch and --global-batch-tokens: give only one of them")
     if options.global_batch is not None:
         if options.global_batch < 1:
             raise UserError(
                 f"--global-batch must be 1 or more sequences, not {options.global_batch}"
             )
         return options.global_batch
-    if options.global_batch_tokens is None and layout is not None:
-        given = stated(options.layout or "")
-        if "ga" in given:
-            return layout.global_batch
-    if options.global_batch_tokens is None:
-        wanted, why = (
-            float(USUAL_BATCH_TOKENS),
-            "about 4M tokens, since --global-batch is not given",
-        )
+    if options.global_batch_tokens is not None:
+        wanted = token_count(options.global_batch_tokens, "--global-batch-tokens")
+        rule = f"--global-batch-tokens is rounded from {options.global_batch_tokens}"
+    elif layout is not None and "ga" in stated(options.layout or ""):
+        return layout.global_batch
     else:
-        wanted = number(options.global_batch_tokens, "--global-batch-tokens")
-        why = f"the roundest near {options.global_batch_tokens} tokens"
+        wanted, rule = float(USUAL_BATCH_TOKENS), "--global-batch is not given"
     unit = 1 if layout is None else layout.dp * layout.micro_batch
     sequences = round_batch(wanted / sequence_length, math.lcm(odd_part(gpus), unit))
     tokens = sequences * sequence_length
-    notes.append(f"global batch {sequences:,} sequences ({tokens:,} tokens): {why}")
+    notes.append(f"{rule}: a step has {sequences:,} sequences ({tokens:,} tokens)")
     return sequences
 
 
@@ -364,61 +345,3 @@ def round_batch(sequences: float, unit: int) -> int:
             return rounded
         power //= 2
     return max(1, round(sequences / unit)) * unit
-
-
-# Values with units
-
-COUNT_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-LENGTH_UNITS = {"": 1, "K": 2**10, "M": 2**20}
-BYTE_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
-TIME_UNITS = {"s": 1.0, "ms": 1e-3}
-LARGEST_NUMBER = 1e18
-"""Of tokens, bytes or seconds; digits enough make a float infinite."""
-
-
-def number(text: str, option: str) -> float:
-    """`16M`, `15T` or `4e6`: a count of tokens."""
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][0-9]{1,2})?)([kKmMbBtT]?)", text.strip())
-    value = float(parts[1]) * COUNT_UNITS[parts[2].upper()] if parts else 0.0
-    if not 1 <= value <= LARGEST_NUMBER:
-        raise UserError(f"{option} {text!r} is no number of tokens: write it like 16M or 15T")
-    return value
-
-
-def sequence_tokens(text: str) -> int:
-    """`8192` or `8K`. A sequence of 8K tokens has 8 x 1,024, as everyone's has."""
-    parts = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text.strip())
-    value = int(parts[1]) * LENGTH_UNITS[parts[2].upper()] if parts else 0
-    if value < 1:
-        raise UserError(f"--seq {text!r} is no number of tokens: write it like 8192 or 8K")
-    return value
-
-
-def memory_bytes(text: str) -> float:
-    """`70GB`, `70G` or `64GiB`."""
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([MGT]i?)B?", text.strip(), re.IGNORECASE)
-    value = float(parts[1]) * BYTE_UNITS[parts[2].upper()] if parts else 0.0
-    if not 0 < value <= LARGEST_NUMBER:
-        raise UserError(f"--max-memory {text!r} is no amount of memory: write it like 70GB")
-    return value
-
-
-def share(text: str) -> float:
-    """`5%` or `0.05`."""
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text.strip())
-    value = float(parts[1]) / (100 if parts[2] else 1) if parts else -1.0
-    if not 0 <= value < 1:
-        raise UserError(f"--headroom {text!r} is no share of the memory: write it like 5%")
-    return value
-
-
-def measured_step(text: str, job: Job) -> tuple[Layout, float]:
-    """`tp8 pp4 mb1=9.31s`: a layout of this job and the seconds its step took."""
-    line, equals, time = text.rpartition("=")
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(s|ms)", time.strip())
-    seconds = float(parts[1]) * TIME_UNITS[parts[2]] if parts else 0.0
-    if not equals or not line.strip() or not 0 < seconds <= LARGEST_NUMBER:
-        raise UserError(f'--measured {text!r} is no measured step: write it like "tp8 pp4=9.31s"')
-    layout = parse_named(line, job.cluster.num_devices)
-    layout = with_global_batch(layout, job.global_batch, stated(line))
-    return layout, seconds

@@ -11,7 +11,7 @@ from fivefold.model.config import ModelConfig
 from fivefold.model.huggingface.presets import read_model
 from fivefold.parallel.pipeline.table_file import with_table
 from fivefold.plan import planfile
-from fivefold.plan.request import sequence_tokens
+from fivefold.plan.units import sequence_tokens
 
 PRECISIONS = ("bf16", "fp32")
 USUAL_LENGTH = 4096

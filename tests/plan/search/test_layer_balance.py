@@ -15,7 +15,8 @@ from fivefold.parallel.cost import ledger
 from fivefold.plan import planfile
 from fivefold.plan.engines import Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.plan.explain import reasons, refit
+from fivefold.plan.explain import justify_splits
+from fivefold.plan.neighbours import refit
 from fivefold.plan.planfile import PlanFile
 from fivefold.plan.search.constraints import Constraints
 from fivefold.plan.search.layer_balance import (
@@ -153,7 +154,7 @@ def test_a_found_list_goes_through_ledger_check_plan_file_and_exports(tmp_path):
     assert planfile.load(tmp_path / "plan.yaml").parsed_layout() == layout
     for engine in EXPORTERS:
         assert export(plan, engine)
-    (why,) = [reason for reason in reasons(a_job, layout, 80e9) if reason.split == "layers"]
+    (why,) = [reason for reason in justify_splits(a_job, layout, 80e9) if reason.split == "layers"]
     assert why.step_time_ratio is not None and why.step_time_ratio > 1.005
     same = refit(a_job, layout, recompute="full")
     assert same.layers == layout.layers
