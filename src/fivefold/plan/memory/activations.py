@@ -12,24 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.model.config import LayerKind, MoEConfig
 from fivefold.parallel.workload import FP32
 from fivefold.plan.engines import Job
-from fivefold.plan.time.operations import Numbers, tokens
+from fivefold.plan.time.operations import tokens
 
 
 @dataclass(frozen=True)
 class LayerBytes:
     """Of one micro-batch in one layer of a kind; arrays [n]."""
 
-    kept: dict[str, Numbers]  # without recomputation, by operation
-    selective: Numbers  # with selective recomputation
-    input: Numbers  # what full recomputation starts from
-    backward: Numbers  # the largest temporaries of its backward pass
+    kept: dict[str, Elementwise]  # without recomputation, by operation
+    selective: Elementwise  # with selective recomputation
+    input: Elementwise  # what full recomputation starts from
+    backward: Elementwise  # the largest temporaries of its backward pass
 
     @property
-    def whole(self) -> Numbers:
+    def whole(self) -> Elementwise:
         """What is kept without recomputation, in all."""
         return sum(self.kept.values())
 
@@ -89,8 +90,8 @@ def _quantized(job: Job) -> bool:
 
 
 def _attention(
-    job: Job, layouts: LayoutBatch, t: Numbers
-) -> tuple[dict[str, Numbers], Numbers, Numbers]:
+    job: Job, layouts: LayoutBatch, t: Elementwise
+) -> tuple[dict[str, Elementwise], Elementwise, Elementwise]:
     """What it keeps, the part of it that are scores, and its backward pass's temporaries."""
     config, tp, element = job.config, layouts.tp, job.element_bytes
     heads = config.num_heads / tp
@@ -109,7 +110,7 @@ def _attention(
     exchanged = output * (layouts.ulysses > 1)
     projection = output / 2 if _quantized(job) else 0.0
     kept["projection_input"] = np.maximum(exchanged, projection)
-    scores: Numbers = 0.0
+    scores: Elementwise = 0.0
     backward = query + key + value + output
     if job.engine.flash_attention:
         backward = backward + 2 * query  # the query's gradient is summed in fp32
@@ -122,7 +123,7 @@ def _attention(
     return kept, scores, backward
 
 
-def _latents(job: Job, layouts: LayoutBatch, t: Numbers) -> Numbers:
+def _latents(job: Job, layouts: LayoutBatch, t: Elementwise) -> Elementwise:
     """The narrow vectors of latent attention before and after their norm."""
     mla = job.config.mla
     assert mla is not None
@@ -131,7 +132,7 @@ def _latents(job: Job, layouts: LayoutBatch, t: Numbers) -> Numbers:
     return t * (before + _input_bytes(job) * ranks) / layouts.sp_degree
 
 
-def _mlp(job: Job, width: Numbers, name: str) -> tuple[dict[str, Numbers], Numbers]:
+def _mlp(job: Job, width: Elementwise, name: str) -> tuple[dict[str, Elementwise], Elementwise]:
     """`width`: elements of the hidden layer of all tokens on this rank."""
     gated, fused = job.config.gated_mlp, job.engine.fused_kernels
     first = job.element_bytes * width * (2 if gated else 1)
@@ -144,8 +145,8 @@ def _mlp(job: Job, width: Numbers, name: str) -> tuple[dict[str, Numbers], Numbe
 
 
 def _experts(
-    job: Job, layouts: LayoutBatch, moe: MoEConfig, t: Numbers
-) -> tuple[dict[str, Numbers], Numbers]:
+    job: Job, layouts: LayoutBatch, moe: MoEConfig, t: Elementwise
+) -> tuple[dict[str, Elementwise], Elementwise]:
     config = job.config
     copies = routed_copies(job, layouts)
     kept = {
@@ -165,7 +166,7 @@ def _experts(
     return kept, backward + 2 * job.element_bytes * config.hidden_size * copies
 
 
-def routed_copies(job: Job, layouts: LayoutBatch) -> Numbers:
+def routed_copies(job: Job, layouts: LayoutBatch) -> Elementwise:
     """Copies of tokens that the busiest expert rank receives from one micro-batch, array [n].
 
     Each tp rank routes its own slice of the tokens; a split expert needs all slices.
@@ -176,7 +177,9 @@ def routed_copies(job: Job, layouts: LayoutBatch) -> Numbers:
     return mean * job.busiest(layouts.ep)
 
 
-def _every_second_product(gated: bool, kept: dict[str, Numbers], hidden: Numbers) -> Numbers:
+def _every_second_product(
+    gated: bool, kept: dict[str, Elementwise], hidden: Elementwise
+) -> Elementwise:
     """torchtitan's selective recomputation: what goes into a layer, and the results of attention
     and of every second product, which in a llama are query, value, gate and the MLP's last."""
     first = sum(kept.get(f"{name}_hidden", 0.0) for name in ("mlp", "experts", "shared"))
