@@ -149,7 +149,7 @@ def test_case_62_full_recomputation_keeps_the_hidden_states_and_sp_divides_them(
 @pytest.mark.parametrize("zero", ["", "dp2 zero3 "])
 def test_case_64_recomputation_saves_what_the_plan_says(zero: str) -> None:
     """Without and with FSDP2."""
-    layers, length, hidden = 16, 512, 48
+    layers, length, hidden = 16, 1024, 48
     config = tiny_dense(num_hidden_layers=layers)
     none, selective, full = (
         activations(config, f"{zero}recompute={mode}", length)
