@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,12 +38,19 @@ class Passes:
     weights: Phase  # the pass for the weights, from nothing but what was deferred
 
 
+class Gradients(NamedTuple):
+    """How a backward pass treats the gradients of weights."""
+
+    deferred: bool = False  # is it for the gradient of the input alone?
+    accumulated: bool = False  # are there those of earlier micro-batches?
+
+
 class LayerMemory:
     """The passes of layers of each kind, found once for all layouts of a batch."""
 
     def __init__(self, job: Job, layouts: LayoutBatch, work: RankWorkload) -> None:
         self.job, self.layouts, self.work = job, layouts, work
-        self._known: dict[tuple[LayerKind, bool, bool, bool], Passes] = {}
+        self._known: dict[tuple[LayerKind, bool, Gradients], Passes] = {}
 
     @cached_property
     def groups(self) -> list[tuple[NDArray[np.int64], str, Sizes]]:
@@ -58,19 +65,16 @@ class LayerMemory:
                 found.append((those, str(mode), Sizes(self.job, part, work, structure)))
         return found
 
-    def passes(
-        self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
-    ) -> Passes:
+    def passes(self, kind: LayerKind, recomputed: bool, gradients: Gradients) -> Passes:
         """Passes of one layer, [layout]; of one that is `recomputed` as a whole only in layouts
-        that do so. With `split` the backward pass is that for the input alone. `accumulated`: are
-        there gradients of earlier micro-batches?"""
-        key = kind, recomputed, split, accumulated
+        that do so."""
+        key = kind, recomputed, gradients
         if key not in self._known:
             parts = []
             for members, mode, sizes in self.groups:
                 if not recomputed or mode == "full":
                     way = "full" if recomputed else "none" if mode == "full" else mode
-                    parts.append((members, _passes(sizes, kind, way, split, accumulated)))
+                    parts.append((members, _passes(sizes, kind, way, gradients)))
             self._known[key] = _joined(parts, len(self.layouts))
         return self._known[key]
 
@@ -78,7 +82,8 @@ class LayerMemory:
 _FOLDS: dict[tuple[Any, ...], Folded] = {}
 
 
-def _passes(s: Sizes, kind: LayerKind, recompute: str, split: bool, accumulated: bool) -> Passes:
+def _passes(s: Sizes, kind: LayerKind, recompute: str, gradients: Gradients) -> Passes:
+    split, accumulated = gradients
     operations, region = layer_operations(s, kind)
     sizes = tensor_sizes(s, operations, accumulated)
     count = len(s.layouts)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.parallel.workload import FP32
-from fivefold.plan.memory.layers import Passes
+from fivefold.plan.memory.layers import Gradients, Passes
 from fivefold.plan.memory.rank import Kinds, Mask, PeakMemory, Rank, Run, choose
 from fivefold.plan.memory.schedule import ScheduleEvent
 from fivefold.plan.memory.zero import NO_UNIT, ZeroUnit
@@ -216,7 +216,8 @@ class BackwardPass:
         self.through(run.dense, here, below, rank.hidden + ahead, passes.gradients, 0.0)
 
     def passes(self, run: Run) -> Passes:
-        return self.rank.passes(run.kind, run.recomputed, self.splits, self.accumulated)
+        gradients = Gradients(self.splits, self.accumulated)
+        return self.rank.passes(run.kind, run.recomputed, gradients)
 
     def through(
         self, unit: ZeroUnit, here: Mask, kept: Bytes, beside: Bytes, short: Bytes, weights: Bytes

@@ -25,7 +25,7 @@ from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.layer_counts import layer_range
 from fivefold.parallel.workload import FP32, RankWorkload
 from fivefold.plan.engines import Job
-from fivefold.plan.memory.layers import LayerMemory, Passes, map_records
+from fivefold.plan.memory.layers import Gradients, LayerMemory, Passes, map_records
 from fivefold.plan.memory.schedule import ScheduleEvent
 from fivefold.plan.memory.zero import ZeroUnit, unit_of
 from fivefold.plan.operations.operation import Bytes
@@ -35,6 +35,7 @@ from fivefold.plan.time.operations import tokens
 Kinds = dict[str, Bytes]
 Mask = NDArray[np.bool_] | bool
 
+MADE_NOW = Gradients()
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
@@ -93,7 +94,7 @@ class Rank:
         # Does autograd add to the gradients of earlier micro-batches?
         self.joins = (layouts.zero == 1) & (not self.short)
         self.layers, self.members = layers, members
-        self._known: dict[tuple[LayerKind, bool, bool, bool], Passes] = {}
+        self._known: dict[tuple[LayerKind, bool, Gradients], Passes] = {}
         chunks = range(int(chunks_a_rank(layouts).max(initial=1)))
         self.stages = [chunk_stage(layouts, rank, chunk) for chunk in chunks]
         self.lookups = [self._lookup_unit(chunk) for chunk in chunks]
@@ -196,11 +197,10 @@ class Rank:
                     runs.append(Run(count, kind, recomputed, passes, *self._units(kind)))
         return runs
 
-    def passes(
-        self, kind: LayerKind, recomputed: bool, split: bool = False, accumulated: bool = False
-    ) -> Passes:
-        """The passes of one layer of a kind. `accumulated`: are there gradients already?"""
-        key = kind, recomputed, split, accumulated and bool(np.any(self.joins))
+    def passes(self, kind: LayerKind, recomputed: bool, gradients: Gradients = MADE_NOW) -> Passes:
+        """The passes of one layer of a kind."""
+        joined = gradients.accumulated and bool(np.any(self.joins))
+        key = kind, recomputed, gradients._replace(accumulated=joined)
         if key not in self._known:
             passes = self.layers.passes(*key)
             self._known[key] = map_records(
@@ -264,7 +264,7 @@ class Rank:
         head, lookup = self.head_deferred, self.lookup_deferred
         total = self.last(chunk) * head + self.first(chunk) * lookup
         for run in self.chunks[chunk]:
-            passes = self.passes(run.kind, run.recomputed, split=True)
+            passes = self.passes(run.kind, run.recomputed, Gradients(deferred=True))
             total = total + run.count * passes.deferred_weight_grads
         return total
 
