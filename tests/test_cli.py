@@ -349,7 +349,7 @@ def test_plan_names_the_models_and_clusters_that_are_known(capsys):
         (["llama-3.1-8b"], "plan needs --cluster"),
         (["llama-3.1-8b", "--cluster", NODES], "plan needs --gpus"),
         (["llama-3.1-8c", "--cluster", NODES, "--gpus", "8"], "llama-3.1-8b"),
-        (["llama-3.1-8b", "--dims", TINY], "give one of them"),
+        (["llama-3.1-8b", "--dims", TINY], "give only one"),
         (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--fix", "tp3"], "tp"),
         (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--fix", "tpp"], "tp"),
         (["llama-3.1-8b", "--cluster", NODES, "--gpus", "8", "--objective", "fun"], "fun"),

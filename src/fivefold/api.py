@@ -5,140 +5,34 @@
     plan = api.plan("llama-3.1-8b", "dgx-h100", gpus=64, sequence_length=8192)
     print(plan["layouts"][0]["layout"])
 
-Each function returns the plain data that the command prints with `--json`. Keys are stable, and
-units are in their names. `UserError` means bad input; its text is one sentence. `WorkerFailure`
-means that a training process failed. Everything outside this module is private and may change.
+Each function returns the plain data that the command prints with `--json`, as typed dictionaries
+(`fivefold.results`). `UserError` means bad input; its text is one sentence. `WorkerFailure` means
+that a training process failed. All other modules are private and may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, cast
+from typing import cast
 
 from fivefold.errors import UserError
+from fivefold.results import CheckResult, LayoutResult, PlanResult, TraceResult, TrainResult
 from fivefold.train.failures import WorkerFailure
 
-__all__ = ["UserError", "WorkerFailure", "check", "layout", "plan", "trace", "train"]
-
-
-class LedgerRow(TypedDict):
-    """One kind of message of a device in one step."""
-
-    split: str  # dp, pp, tp, cp, ep or world
-    phase: str  # forward, backward or optimizer
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
-    group_size: int
-    payload_bytes: float  # of one call
-    calls: float
-    wire_bytes: float  # of all calls
-    tier: str
-    time_s: float
-    exposed_s: float  # what no compute hides
-    stage: int  # pipeline rank
-
-
-class PlannedLayout(TypedDict):
-    """A layout with its predicted time and memory. Bytes are those of one device."""
-
-    layout: str
-    meaning: str
-    devices: int
-    step_time_s: float
-    step_time_low_s: float
-    step_time_high_s: float
-    tokens_per_s_per_device: float
-    model_flops_per_s_per_device: float
-    mfu: float
-    mfu_full_attention: float
-    bubble_fraction: float
-    peak_memory_bytes: float
-    peak_memory_low_bytes: float
-    peak_memory_high_bytes: float
-    worst_stage: int
-    verdict: str  # fits, tight or no
-    memory_bytes: dict[str, float]  # by kind, on the fullest stage
-    seconds: dict[str, float]  # by what they are spent on
-    stages: list[dict[str, Any]]
-    ledger: list[LedgerRow]
-    placement: dict[str, str]
-    training_hours: float | None
-    device_hours: float | None
-    why: list[dict[str, Any]]
-
-
-class PlanResult(TypedDict):
-    """What `plan` found. docs/planning.md describes each key."""
-
-    version: int  # of the keys
-    model: dict[str, Any]
-    cluster: dict[str, Any]
-    job: dict[str, Any]
-    search: dict[str, Any]
-    layouts: list[PlannedLayout]  # the best first
-    best_found: PlannedLayout | None  # with `layout`: the best layout of the search
-    order: dict[str, Any] | None
-    neighbours: list[dict[str, Any]]
-    changes: list[dict[str, Any]]
-    nothing_fits: dict[str, Any] | None  # why nothing fits, and what would
-    notes: list[str]
-
-
-class LayoutResult(TypedDict):
-    """What a layout line means."""
-
-    layout: str
-    meaning: str
-    world_size: int
-    global_batch: int  # sequences per step
-    degrees: dict[str, int]
-    groups: dict[str, list[list[int]]]  # ranks by axis; empty for very large worlds
-
-
-class TraceResult(TypedDict):
-    """Messages and peak memory of ranks, compared with the plan."""
-
-    version: int  # of these keys
-    ok: bool
-    layout: str
-    world_size: int
-    global_batch: int
-    sequence_length: int
-    precision: str
-    ranks: list[dict[str, Any]]
-
-
-class CheckResult(TypedDict):
-    """A layout compared with one process and with its plan. None: not a finite number."""
-
-    version: int  # of these keys
-    ok: bool
-    layout: str
-    steps: int
-    precision: str
-    loss_rel_diff: float | None
-    grad_norm_rel_diff: float | None
-    max_grad_rel_diff: float | None
-    max_weight_abs_diff: float | None
-    replicas_identical: bool
-    limits: dict[str, float]
-    ledger: list[dict[str, Any]]
-    ledger_differences: list[dict[str, Any]]
-    memory: list[dict[str, Any]]
-
-
-class TrainResult(TypedDict):
-    """A run compared with its plan. Predicted values are None if this machine is not calibrated."""
-
-    version: int  # of these keys
-    layout: str
-    precision: str
-    device: str
-    steps: int
-    step_s: dict[str, float | None]
-    seconds: list[dict[str, Any]]
-    memory: dict[str, Any]
-    ledger: list[dict[str, Any]]
-    ledger_differences: list[dict[str, Any]]
+__all__ = [
+    "CheckResult",
+    "LayoutResult",
+    "PlanResult",
+    "TraceResult",
+    "TrainResult",
+    "UserError",
+    "WorkerFailure",
+    "check",
+    "layout",
+    "plan",
+    "trace",
+    "train",
+]
 
 
 def plan(
@@ -202,7 +96,7 @@ def layout(text: str, gpus: int | None = None) -> LayoutResult:
     parsed = with_table(parse(text, gpus))
     for broken in violations(parsed, world_size=gpus, running=False):
         raise UserError(broken)
-    return cast(LayoutResult, layout_report(parsed))
+    return layout_report(parsed)
 
 
 def trace(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -38,7 +38,7 @@ class GroupedCommands(TyperGroup):
         _write(formatter, entries)
 
 
-def _write(formatter: Any, entries: Iterable[Entry]) -> None:
+def _write(formatter, entries: Iterable[Entry]) -> None:
     """The topics in the order in which they first appear."""
     topics: dict[str, list[tuple[str, str]]] = {}
     for topic, line in entries:
@@ -64,7 +64,7 @@ def command(app: typer.Typer, panel: str, options: type[T] | None = None) -> Cal
 
 
 def _of_fields(function: Callable[[T], None], options: Callable[..., T]) -> Callable[..., None]:
-    def called(**given: Any) -> None:
+    def called(**given: object) -> None:
         function(options(**given))
 
     called.__name__, called.__doc__ = function.__name__, function.__doc__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError
 from fivefold.files import atomic_write
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 

@@ -16,7 +16,7 @@ from fivefold.cli.output import note
 from fivefold.cli.plan import PlanOptions, plan
 from fivefold.cli.schedule import ScheduleOptions, schedule
 from fivefold.cli.trace import trace
-from fivefold.cli.train import train
+from fivefold.cli.train import TrainOptions, train
 from fivefold.errors import UserError
 from fivefold.malloc_env import reexec_with_malloc_settings
 
@@ -72,7 +72,7 @@ def options(
 command(app, "Choose a layout", PlanOptions)(plan)
 command(app, "Choose a layout")(export)
 command(app, "Choose a layout")(calibrate)
-command(app, "Run and prove a layout")(train)
+command(app, "Run and prove a layout", TrainOptions)(train)
 command(app, "Run and prove a layout")(check)
 command(app, "Run and prove a layout")(trace)
 command(app, "Look something up")(layout)

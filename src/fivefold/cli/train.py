@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -13,10 +14,13 @@ from fivefold.files import is_yaml
 OUTPUT = "Output"
 
 
-def train(
-    run_file: RunFile,
-    layout: RunLayout = None,
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options as typed."""
+
+    run_file: RunFile
+    layout: RunLayout = None
+    overrides: Overrides = None
     steps: Annotated[
         int | None,
         typer.Option(
@@ -25,7 +29,7 @@ def train(
             help="Optimizer steps to train, e.g. 20.  [default: from the run file]",
             rich_help_panel="What to run",
         ),
-    ] = None,
+    ] = None
     resume: Annotated[
         bool | None,
         typer.Option(
@@ -33,7 +37,7 @@ def train(
             help="Resume from the newest checkpoint, or start anew.  [default: from the run file]",
             rich_help_panel="What to run",
         ),
-    ] = None,
+    ] = None
     out: Annotated[
         str | None,
         typer.Option(
@@ -42,7 +46,7 @@ def train(
             help="Output folder, e.g. runs/a.  [default: from the run file]",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +56,7 @@ def train(
             "  [default: this machine, if calibrated]",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
+    ] = None
     timeline: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +65,7 @@ def train(
             help="Write what every rank computed and sent, to open in https://ui.perfetto.dev.",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
+    ] = None
     timeline_steps: Annotated[
         int | None,
         typer.Option(
@@ -70,8 +74,10 @@ def train(
             help="Steps to record in the timeline, after the first.  [default: 3]",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
-) -> None:
+    ] = None
+
+
+def train(options: TrainOptions) -> None:
     """Train the model of a run file, split as its layout says.
 
     Starts the local processes itself. Under torchrun it uses the processes that torchrun started.
@@ -86,17 +92,9 @@ def train(
     """
     from fivefold.verify.planned_run import load_planned_run
 
-    if cluster is not None and is_yaml(cluster):
-        cluster = os.path.abspath(cluster)
-    options = {
-        "checkpoint.resume": resume,
-        "cluster": cluster,
-        "timeline": None if timeline is None else os.path.abspath(timeline),
-        "timeline_steps": timeline_steps,
-    }
-    overrides = list(overrides or [])
-    overrides += [f"{key}={json.dumps(x)}" for key, x in options.items() if x is not None]
-    run = load_planned_run(run_file, layout, overrides, steps, out)
+    run = load_planned_run(
+        options.run_file, options.layout, _overrides(options), options.steps, options.out
+    )
 
     from fivefold.report.timeline import check_writer, save_run
     from fivefold.verify.plan_vs_run import train_and_compare
@@ -108,3 +106,18 @@ def train(
         from fivefold.report.plan_vs_run_tables import plan_vs_run_report
 
         console().print("", *plan_vs_run_report(report), sep="\n")
+
+
+def _overrides(options: TrainOptions) -> list[str]:
+    """Values that replace those of the run file. Paths of options start at the current folder."""
+    cluster, timeline = options.cluster, options.timeline
+    if cluster is not None and is_yaml(cluster):
+        cluster = os.path.abspath(cluster)
+    given = {
+        "checkpoint.resume": options.resume,
+        "cluster": cluster,
+        "timeline": None if timeline is None else os.path.abspath(timeline),
+        "timeline_steps": options.timeline_steps,
+    }
+    replaced = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return [*(options.overrides or []), *replaced]

@@ -17,7 +17,6 @@ from fivefold.plan.intervals import memory_interval, step_interval
 from fivefold.plan.memory.states import KINDS, stage_memory, verdict
 from fivefold.plan.time.breakdown import Row
 from fivefold.plan.time.placement import members
-from fivefold.plan.time.shared_cores import overlaps_compute
 from fivefold.plan.time.stages import (
     ATTENTION,
     BACKWARD,
@@ -141,6 +140,7 @@ class _Busiest:
         works = {name: scalar(r.micro_batches * r.busy + r.once) for name, r in ranks.items()}
         role = max(ROLES, key=lambda name: works[name])
         self.rank, self.number, self.works_s = ranks[role], stages.rank_of(role), works[role]
+        self.slowdown = simulated.slowdowns[self.number]
         # Between the first forward and the end of the optimizer, for other ranks or for messages.
         self.idle_s = simulated.pipeline_s + simulated.once_s - self.works_s
         self.sent = [
@@ -149,85 +149,44 @@ class _Busiest:
             if scalar(row.transfer.calls) > 0 and scalar(row.transfer.group_size) > 1
         ]
 
-    @property
-    def slowdown(self) -> float:
-        """Seconds that the rank is busy for a second of work, where ranks share cores."""
-        return self.simulated.slowdowns[self.number]
-
     def _exposed_s(self) -> list[float]:
-        """The exposed seconds of each of the rank's rows. Messages between stages expose at most
-        the time that the rank is idle: the pipeline decides which of them it waits for."""
+        """The exposed seconds of each of the rank's rows. Work takes longer where cores are shared;
+        waiting does not. Messages between stages expose at most the time that the rank is idle:
+        the pipeline decides which of them it waits for."""
         rows = self.rank.rows
-        if self.simulated.stages.job.cluster.cores:
-            return [self._exposed_on_cores(row) for row in rows]
         sends = sum(scalar(row.exposed) for row in rows if row.transfer.is_between_stages)
         share = min(1.0, max(0.0, self.idle_s) / sends) if sends else 0.0
-        return [
-            scalar(row.exposed) * (share if row.transfer.is_between_stages else 1.0) for row in rows
-        ]
-
-    def _exposed_on_cores(self, row: Row) -> float:
-        """Work takes longer where cores are shared; waiting does not."""
-        if overlaps_compute(row.transfer):
-            return 0.0
-        once = row.transfer.phase == "optimizer"
-        slower = self.simulated.stages.cores_share if once else self.slowdown
-        return slower * scalar(row.seconds - row.waits) + scalar(row.waits)
+        exposed = []
+        for row in rows:
+            busy, waits = _busy_and_waits(row)
+            once = row.transfer.phase == "optimizer"
+            slower = self.simulated.stages.cores_share if once else self.slowdown
+            part = share if row.transfer.is_between_stages else 1.0
+            exposed.append(part * (slower * busy + waits))
+        return exposed
 
     def seconds(self) -> dict[str, float]:
         """The step, in parts that add up to it."""
-        on_cores = self.simulated.stages.job.cluster.cores
-        parts = self._on_cores() if on_cores else self._on_accelerators()
-        return parts | {"bubble": self.simulated.step_s - sum(parts.values())}
-
-    def _compute(self, slowdown: float = 1.0) -> dict[str, float]:
-        seconds = self.simulated.stages.compute_s(self.number)
-        seconds = slowdown * scalar(self.rank.micro_batches) * seconds
-        return {
-            "compute": float(seconds[FORWARD] + seconds[BACKWARD] - seconds[ATTENTION]),
-            "attention": float(seconds[ATTENTION]),
-            "recompute": float(seconds[RECOMPUTE]),
-        }
-
-    def _on_accelerators(self) -> dict[str, float]:
-        compute, simulated = self._compute(), self.simulated
-        exposed: dict[str, float] = {}
-        sends = 0.0
-        for row, seconds in self.sent:
-            key = f"exposed_{row.transfer.split}"
-            exposed[key] = exposed.get(key, 0.0) + seconds
-            sends += seconds * row.transfer.is_between_stages
-        optimizer = scalar(self.rank.optimizer)
-        known = sum(compute.values()) + sum(exposed.values()) - sends + optimizer
-        return {
-            **compute,
-            "slowed": self.works_s - known,  # compute that overlaps with messages is slower
-            **exposed,
-            "bubble": 0.0,
-            "optimizer": optimizer,
-            "other": simulated.step_s - simulated.pipeline_s - simulated.once_s,
-        }
-
-    def _on_cores(self) -> dict[str, float]:
-        """The same where ranks share cores: all work takes longer by the same factor."""
-        stages, rank, share = self.simulated.stages, self.rank, self.simulated.stages.cores_share
+        simulated, rank = self.simulated, self.rank
+        stages, m = simulated.stages, scalar(rank.micro_batches)
+        compute = self.slowdown * m * stages.compute_s(self.number)
         seconds = {
-            **self._compute(self.slowdown),
-            "slowed": 0.0,  # messages that overlap with compute take their part of the core
-            "optimizer": share * scalar(rank.optimizer),
-            "other": share * stages.job.cluster.core.step,
+            "compute": float(compute[FORWARD] + compute[BACKWARD] - compute[ATTENTION]),
+            "attention": float(compute[ATTENTION]),
+            "recompute": float(compute[RECOMPUTE]),
+            "slowed": 0.0,  # compute that overlaps with messages is slower
         }
         for row, exposed in self.sent:
             key = f"exposed_{row.transfer.split}"
-            if overlaps_compute(row.transfer):
-                seconds["slowed"] += self.slowdown * scalar(row.seconds - row.waits)
-            else:
-                seconds[key] = seconds.get(key, 0.0) + exposed
-        waits = scalar(rank.for_experts.forward + rank.for_experts.backward)
+            seconds[key] = seconds.get(key, 0.0) + exposed
+            hidden = scalar(row.seconds - row.waits) - _busy_and_waits(row)[0]
+            seconds["slowed"] += self.slowdown * stages.machine.slows_compute(row.transfer) * hidden
+        waits = m * scalar(rank.for_experts.forward + rank.for_experts.backward)
         if waits:
-            waits *= scalar(rank.micro_batches)
             seconds["exposed_ep"] = seconds.get("exposed_ep", 0.0) + waits
-        return seconds
+        seconds["optimizer"] = stages.cores_share * scalar(rank.optimizer)
+        seconds["other"] = simulated.step_s - simulated.pipeline_s - simulated.once_s
+        return seconds | {"bubble": simulated.step_s - sum(seconds.values())}
 
     def ledger(self) -> list[LedgerRow]:
         """The transfers that happen; equal ones are one row."""
@@ -248,6 +207,13 @@ class _Busiest:
                 (key, numbers.tolist()) for key, numbers in rows.items()
             )
         ]
+
+
+def _busy_and_waits(row: Row) -> tuple[float, float]:
+    """The exposed seconds in which the rank works on a message, and in which it waits for it."""
+    exposed = scalar(row.exposed)
+    waits = min(scalar(row.waits), exposed)
+    return exposed - waits, waits
 
 
 def _tier(cluster: Cluster, together: NDArray[np.int64]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -153,7 +152,7 @@ TIMES = ("time_s", "exposed_s")
 
 def messages_table(first: Row) -> Table:
     """Every kind of message of that device: `bytes/call` is the mean payload."""
-    by_kind: dict[tuple[Any, ...], list[Row]] = {}
+    by_kind: dict[tuple[str, str, str, int, str], list[Row]] = {}
     splits: dict[str, float] = {}
     for row in _sent(first):
         key = row["split"], row["op"], row["phase"], row["group_size"], row["tier"]

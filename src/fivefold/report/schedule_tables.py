@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
 
 from fivefold.layout.actions import Action
@@ -11,7 +9,7 @@ from fivefold.layout.notation import FORMS
 from fivefold.parallel.pipeline.simulation import Simulation
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.report.schedule_drawing import draw
-from fivefold.report.text import make_table
+from fivefold.report.text import Row, make_table
 
 WIDEST = 1000
 """The longest row of the picture, in characters. `--svg` draws longer ones."""
@@ -34,7 +32,7 @@ MEANINGS = {
 assert set(MEANINGS) | {"interleaved"} == set(FORMS["schedule"].partition("=")[2].split("|"))
 
 
-def schedule_report(simulation: Simulation) -> dict[str, Any]:
+def schedule_report(simulation: Simulation) -> Row:
     """Plain data, as `--json` prints it. Seconds, and activations in those of one micro-batch on
     one virtual stage."""
     schedule = simulation.schedule
@@ -77,7 +75,7 @@ def picture(schedule: Schedule) -> str:
     return "\n".join([drawn, *key])
 
 
-def schedule_table(report: dict[str, Any]) -> Table:
+def schedule_table(report: Row) -> Table:
     """One row per rank."""
     table = make_table(">rank", "stages", ">busy", ">idle", ">peak activations")
     for rank in report["ranks"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from fivefold.report.text import (
     traffic_name,
     verdict,
 )
+from fivefold.results import LayoutResult
 
 DIFFERENCES = {
     "loss_rel_diff": "loss, first step, relative",
@@ -49,11 +49,11 @@ LARGEST_LISTED = 100_000
 def ledger_tables(rows: Sequence[Row]) -> list[Table]:
     """One table per pipeline rank, and a common one for those that send the same. `rows` are those
     of `verify.ledgers.ledger_rows`, each with its `pp_rank`."""
-    by_rank: dict[int, list[dict[str, Any]]] = {}
+    by_rank: dict[int, list[Row]] = {}
     for row in rows:
         own = {key: value for key, value in row.items() if key != "pp_rank"}
         by_rank.setdefault(row["pp_rank"], []).append(own)
-    alike: list[tuple[list[int], list[dict[str, Any]]]] = []
+    alike: list[tuple[list[int], list[Row]]] = []
     for pp_rank, own_rows in by_rank.items():
         same = next((ranks for ranks, others in alike if others == own_rows), None)
         if same is None:
@@ -264,7 +264,7 @@ def layout_table(layout: Layout) -> Table:
     return table
 
 
-def layout_report(layout: Layout) -> dict[str, Any]:
+def layout_report(layout: Layout) -> LayoutResult:
     """Plain data, as `--json` prints it."""
     listed = layout.world_size <= LARGEST_LISTED
     return {

@@ -22,7 +22,11 @@ from fivefold.report.text import format_bytes
 from fivefold.step_trace import Message, StepTrace, is_between_stages
 
 if TYPE_CHECKING:
+    from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+
     from fivefold.plan.timeline import Afterwards, PlannedStep
+
+Fact = str | int | float
 
 COMPUTE = "compute"
 """The track of what a rank does; each split has one of its messages."""
@@ -35,7 +39,7 @@ class Slice:
     name: str
     start_s: float
     end_s: float
-    facts: Mapping[str, Any] = field(default_factory=dict)  # shown when it is clicked on
+    facts: Mapping[str, Fact] = field(default_factory=dict)  # shown when it is clicked on
     flow: int | None = None  # an arrow joins the slices of one number
 
 
@@ -105,8 +109,8 @@ def _track(split: str) -> str:
     return f"{split} messages"
 
 
-def _facts(message: Message) -> dict[str, Any]:
-    facts: dict[str, Any] = {"phase": message.phase, "axis": message.axis}
+def _facts(message: Message) -> dict[str, Fact]:
+    facts: dict[str, Fact] = {"phase": message.phase, "axis": message.axis}
     if message.op != "receive":
         facts["payload"] = format_bytes(message.payload_bytes)
         facts["payload_bytes"] = message.payload_bytes
@@ -231,7 +235,7 @@ def _within(inner: Slice, outer: Slice) -> bool:
     return outer.start_s <= inner.start_s and inner.end_s <= outer.end_s
 
 
-def _add_rank(builder: Any, own: int, name: str, number: int) -> None:
+def _add_rank(builder: TraceProtoBuilder, own: int, name: str, number: int) -> None:
     descriptor = builder.add_packet().track_descriptor
     descriptor.uuid = own
     descriptor.process.pid = number + 1  # 0 would be the idle process
@@ -240,13 +244,13 @@ def _add_rank(builder: Any, own: int, name: str, number: int) -> None:
     descriptor.child_ordering = descriptor.EXPLICIT
 
 
-def _add_track(builder: Any, track: int, parent: int, name: str, order: int) -> None:
+def _add_track(builder: TraceProtoBuilder, track: int, parent: int, name: str, order: int) -> None:
     descriptor = builder.add_packet().track_descriptor
     descriptor.uuid, descriptor.parent_uuid = track, parent
     descriptor.name, descriptor.sibling_order_rank = name, order
 
 
-def _add_slices(builder: Any, track: int, lane: list[Slice]) -> None:
+def _add_slices(builder: TraceProtoBuilder, track: int, lane: list[Slice]) -> None:
     """Begins and ends in order: what is open ends before what starts later begins."""
     opened: list[Slice] = []
     for each in lane:
@@ -258,7 +262,7 @@ def _add_slices(builder: Any, track: int, lane: list[Slice]) -> None:
         _end(builder, track, opened.pop())
 
 
-def _begin(builder: Any, track: int, each: Slice) -> None:
+def _begin(builder: TraceProtoBuilder, track: int, each: Slice) -> None:
     packet = _packet(builder, each.start_s)
     event = packet.track_event
     event.type, event.track_uuid, event.name = event.TYPE_SLICE_BEGIN, track, each.name
@@ -275,12 +279,12 @@ def _begin(builder: Any, track: int, each: Slice) -> None:
             fact.string_value = value
 
 
-def _end(builder: Any, track: int, each: Slice) -> None:
+def _end(builder: TraceProtoBuilder, track: int, each: Slice) -> None:
     event = _packet(builder, each.end_s).track_event
     event.type, event.track_uuid = event.TYPE_SLICE_END, track
 
 
-def _packet(builder: Any, time_s: float) -> Any:
+def _packet(builder: TraceProtoBuilder, time_s: float) -> Any:
     packet = builder.add_packet()
     packet.timestamp = round(time_s * 1e9)
     packet.trusted_packet_sequence_id = 1  # all of one writer

@@ -65,21 +65,21 @@ def passes(schedule, forward: float, backward: float) -> dict[str, list[float]]:
 def test_a_pipeline_with_a_core_for_each_process_runs_as_on_devices():
     schedule = build("1f1b", 4, 1, 8)
     shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.1, 2, 8)
-    assert shared.pipeline_s == pytest.approx(simulate_alone(schedule, 1, 2, 0.1).step_s)
+    assert shared.seconds == pytest.approx(simulate_alone(schedule, 1, 2, 0.1).step_s)
     assert shared.slowdowns == pytest.approx([1.0] * 4)
 
 
 def test_on_one_core_a_pipeline_takes_all_the_work_there_is():
     schedule = build("1f1b", 4, 1, 8)
     shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.0, 1, 1)
-    assert shared.pipeline_s == pytest.approx(4 * 8 * 3)
+    assert shared.seconds == pytest.approx(4 * 8 * 3)
 
 
 def test_bubbles_cost_less_where_other_ranks_want_the_core():
     """Two cores for four ranks: more than the work, less than with half of a core for each."""
     schedule = build("1f1b", 4, 1, 8)
     shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0, 0), 0.0, 1, 2)
-    assert 4 * 8 * 3 / 2 <= shared.pipeline_s < 2 * simulate_alone(schedule, 1, 2).step_s
+    assert 4 * 8 * 3 / 2 <= shared.seconds < 2 * simulate_alone(schedule, 1, 2).step_s
     assert all(1.0 < slowdown < 2.0 for slowdown in shared.slowdowns)
 
 
@@ -89,7 +89,7 @@ def test_a_wait_leaves_the_core_to_others():
     work, waits = passes(schedule, 1, 1), passes(schedule, 1, 1)
     shared = simulate_shared(schedule, work, waits, 0.0, 1, 1)
     one_after_the_other = 2 * 8 * 2 * 2
-    assert 2 * 8 * 2 <= shared.pipeline_s < 0.8 * one_after_the_other
+    assert 2 * 8 * 2 <= shared.seconds < 0.8 * one_after_the_other
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_work_is_never_done_faster_than_the_cores_can(name, vpp):
     schedule = build(name, 4, vpp, 8)
     shared = simulate_shared(schedule, passes(schedule, 1, 2), passes(schedule, 0.1, 0.2), 0, 2, 3)
     work = 2 * 8 * 3 * schedule.stages
-    assert work / 3 <= shared.pipeline_s < 2 * work / 3
+    assert work / 3 <= shared.seconds < 2 * work / 3
 
 
 def test_a_step_so_long_that_rounding_hides_the_rest_of_an_action_ends():
@@ -108,7 +108,7 @@ def test_a_step_so_long_that_rounding_hides_the_rest_of_an_action_ends():
     waits = {"F": [0.0, 0.001], "B": [0.0, 0.003]}
     shared = simulate_shared(schedule, work, waits, 1e-4, 3, 2)
     all_work = 64 * 3 * sum(work["F"] + work["B"])
-    assert all_work / 2 <= shared.pipeline_s < 1.1 * all_work / 2
+    assert all_work / 2 <= shared.seconds < 1.1 * all_work / 2
 
 
 # Whole layouts
@@ -169,7 +169,7 @@ def test_a_long_step_goes_on_at_the_pace_of_its_first_rounds(text):
     whole = simulate_shared(
         table, {"F": rows[0], "B": rows[1]}, waits, send, layout.world_size / layout.pp, 2
     )
-    assert found.pipeline_s == pytest.approx(whole.pipeline_s, rel=0.02)
+    assert found.pipeline_s == pytest.approx(whole.seconds, rel=0.02)
 
 
 def test_a_table_of_ones_own_is_planned_with_all_its_micro_batches():

@@ -28,7 +28,7 @@ from fivefold.plan.time.operations import (
     head_operations,
 )
 from fivefold.plan.time.pipeline import pipeline_step_s
-from fivefold.plan.time.step import estimate_time, whole_step_s
+from fivefold.plan.time.step import estimate_time, machine_of
 
 LAYER_DEGREES = ("tp", "sp", "cp", "ep", "etp", "micro_batch")
 MANY_MICRO_BATCHES = 2**20
@@ -79,7 +79,9 @@ class Bound:
             backward,
             weight_s=weight_gradient,
         )
-        return np.asarray(whole_step_s(self.job, layouts, self.constants, pipeline))
+        return np.asarray(
+            machine_of(self.job, self.constants).whole_step_seconds(layouts, pipeline)
+        )
 
     def _code(self, layouts: LayoutBatch) -> NDArray[np.int64]:
         code = np.zeros(len(layouts), np.int64)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import RankWorkload
 from fivefold.plan.time.operations import Numbers
@@ -65,6 +68,26 @@ class Rank:
         """Of one micro-batch, both passes."""
         layers, outside = self.layers, self.outside
         return layers.forward + layers.backward + outside.forward + outside.backward
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One micro-batch on the virtual stages of one layout. Arrays [stage]."""
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    weight: NDArray[np.float64]  # part of `backward`
+    wait_forward: NDArray[np.float64]  # for messages, after the work
+    wait_backward: NDArray[np.float64]
+    send: float  # of a message between two ranks
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A schedule that was simulated."""
+
+    seconds: float  # from the first forward to the last backward
+    slowdowns: tuple[float, ...]  # by rank: seconds that it was busy per second of work
 
 
 @dataclass(frozen=True)

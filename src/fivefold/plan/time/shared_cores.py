@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from fivefold.cluster.cluster import Cluster
+from fivefold.cluster.cpu import Cpu
 from fivefold.layout.actions import Action
 from fivefold.layout.batch import LayoutBatch
 from fivefold.ledger import Transfer
@@ -22,8 +23,20 @@ from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.workload import RankWorkload
 from fivefold.plan.engines import Job
 from fivefold.plan.time.accelerator import Seconds
-from fivefold.plan.time.breakdown import Message, Passes, Rank, Row, Traffic, Waits
-from fivefold.plan.time.operations import Numbers
+from fivefold.plan.time.breakdown import (
+    Message,
+    Passes,
+    PipelineRun,
+    Rank,
+    Row,
+    StageSeconds,
+    Time,
+    Traffic,
+    Waits,
+)
+from fivefold.plan.time.cpu import seconds as cpu_seconds
+from fivefold.plan.time.machine import Machine, Places, compute_of, outside_of
+from fivefold.plan.time.operations import Numbers, Operations
 from fivefold.plan.time.pipeline import pipeline_step_s
 
 ZERO_PASSES = 4
@@ -32,26 +45,144 @@ unit's weights out of the buffer that they arrive in, and gradients into the one
 from."""
 
 
-def message(cluster: Cluster, transfer: Transfer) -> Message:
-    """A transfer with its busy seconds and those in which its rank waits."""
-    # The ring's sends are swaps with both neighbours at once.
-    op = "shift" if transfer.axis == "ring" else transfer.op
-    one = cluster.core.message_s(op, transfer.group_size, transfer.payload_bytes)
-    busy, wait, kind = one.busy, one.wait, kind_of(transfer)
-    if kind in cluster.core.calls:
-        around = cluster.core.calls[kind]
-        busy = busy + around.busy_s
-        # Ranks wait for the last of them, which was measured with a core for each. Where cores are
-        # shared, those that wait leave them to the others, which are there the sooner.
-        share = min(1.0, (cluster.cores or 1) / cluster.num_devices)
-        wait = wait + share * around.wait_s * (not overlaps_compute(transfer))
-    if kind == "zero":
-        busy = busy + ZERO_PASSES * cluster.core.copy_byte * transfer.payload_bytes
-    if transfer.is_between_stages:
-        busy = 2 * busy  # as many messages arrive as leave
-    several = np.asarray(transfer.group_size) > 1
-    busy, wait = busy * several, wait * several
-    return Message(transfer, transfer.calls * busy, transfer.calls * wait)
+class SharedCores(Machine):
+    """Processes that share the cores of a CPU."""
+
+    @cached_property
+    def cpu(self) -> Cpu:
+        """As it works where all processes do."""
+        cpu = self.job.cluster.cpu
+        assert cpu is not None
+        return cpu.among(self.job.cluster.num_devices)
+
+    def compute_seconds(self, operations: Operations) -> Seconds:
+        return cpu_seconds(self.job, self.cpu, operations)
+
+    def message_seconds(self, transfer: Transfer, places: Places) -> Message:
+        cpu = self.cpu
+        # The ring's sends are swaps with both neighbours at once.
+        op = "shift" if transfer.axis == "ring" else transfer.op
+        one = cpu.message_s(op, transfer.group_size, transfer.payload_bytes)
+        busy, wait, kind = one.busy, one.wait, kind_of(transfer)
+        if kind in cpu.calls:
+            around = cpu.calls[kind]
+            busy = busy + around.busy_s
+            # Ranks wait for the last of them, which was measured with a core for each. Where cores
+            # are shared, those that wait leave them to the others, which are there the sooner.
+            share = min(1.0, cpu.cores / self.job.cluster.num_devices)
+            wait = wait + share * around.wait_s * (not overlaps_compute(transfer))
+        if kind == "zero":
+            busy = busy + ZERO_PASSES * cpu.copy_byte * transfer.payload_bytes
+        if transfer.is_between_stages:
+            busy = 2 * busy  # as many messages arrive as leave
+        several = np.asarray(transfer.group_size) > 1
+        busy, wait = busy * several, wait * several
+        return Message(transfer, transfer.calls * busy, transfer.calls * wait)
+
+    def slows_compute(self, transfer: Transfer) -> float:
+        return 1.0  # it takes its part of the core
+
+    def cores_share(self, world_size: int) -> float:
+        return max(1.0, world_size / self.cpu.cores)
+
+    def whole_step_seconds(self, layouts: LayoutBatch, inside: Numbers) -> Numbers:
+        return inside + self.cpu.step * np.maximum(1.0, layouts.world_size / self.cpu.cores)
+
+    def run(self, schedule: Schedule, stages: StageSeconds, processes: float) -> PipelineRun:
+        busy = {
+            "F": stages.forward.tolist(),
+            "B": stages.backward.tolist(),
+            "I": (stages.backward - stages.weight).tolist(),
+            "W": stages.weight.tolist(),
+        }
+        waits = {
+            "F": stages.wait_forward.tolist(),
+            "B": stages.wait_backward.tolist(),
+            "I": stages.wait_backward.tolist(),
+            "W": [0.0] * schedule.stages,
+        }
+        return simulate(schedule, busy, waits, stages.send, processes, self.cpu.cores)
+
+    def time(self, layouts: LayoutBatch, traffic: Mapping[str, Traffic]) -> Time:
+        """What one rank computes more than another is a wait to the others, in which it may have
+        their cores."""
+        even = replace(self, job=replace(self.job, imbalance=1.0)).layer_seconds(layouts)
+        uneven = self.layer_seconds(layouts)
+        ranks = {}
+        for role, mine in traffic.items():
+            mean, busiest = (
+                compute_of(self.job, layouts, layers, mine.work) for layers in (even, uneven)
+            )
+            waits = waits_for_experts(self.job, layouts, self.cpu.cores, mean, busiest)
+            ranks[role] = self._rank(mine, mean, outside_of(even, mine.work), waits)
+        return Time(self.step_seconds(layouts, ranks), ranks)
+
+    def _rank(self, traffic: Traffic, mean: Seconds, outside: Passes, for_experts: Waits) -> Rank:
+        """`mean` is what a rank computes in one micro-batch, `outside` a part of it."""
+        work, m = traffic.work, traffic.work.micro_batches
+        busy: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+        waits: dict[str, Numbers] = dict(busy)
+        rows, send = [], 0.0
+        for each in traffic.messages:
+            transfer, when = each.transfer, _when(each.transfer)
+            seconds = each.total + each.waits
+            busy[when] = busy[when] + each.total
+            if transfer.is_between_stages:  # the pipeline knows when a rank waits for one
+                send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
+            exposed = seconds * (not overlaps_compute(transfer))
+            rows.append(Row(transfer, seconds, exposed, each.waits))
+            if not overlaps_compute(transfer):
+                waits[when] = waits[when] + each.waits
+        optimizer = self.cpu.optimizer_element * _elements(work)
+        return Rank(
+            layers=Passes(
+                mean.forward - outside.forward + busy["forward"] / m,
+                mean.input_gradient - outside.input_gradient + busy["backward"] / m,
+                mean.weight_gradient - outside.weight_gradient,
+            ),
+            outside=outside,
+            micro_batches=m,
+            chunks=work.chunks,
+            once=busy["once"] + optimizer,
+            optimizer=optimizer,
+            send=send,
+            rows=rows,
+            waits=Waits(
+                waits["forward"] / m + for_experts.forward,
+                waits["backward"] / m + for_experts.backward,
+                waits["once"],
+            ),
+            for_experts=for_experts,
+        )
+
+    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:
+        """As the pipeline takes with what one rank's processes get of the cores when they are
+        alone, or as long as the cores need for all there is to do."""
+        cpu = self.cpu
+        processes = layouts.world_size / layouts.pp  # of one pipeline rank
+        share = np.maximum(1.0, processes / cpu.cores)
+        roles = [ranks[role] for role in ("first", "middle", "last")]
+        passes = {
+            name: np.array([_chunk_s(rank, role, name, share) for role, rank in ranks.items()])
+            for name in ("forward", "backward")
+        }
+        pipeline = pipeline_step_s(
+            layouts.schedule,
+            layouts.pp,
+            layouts.vpp,
+            layouts.accumulation,
+            passes["forward"],
+            passes["backward"],
+            roles[1].send,
+        )
+        once = np.maximum.reduce([rank.once * share + rank.waits.once for rank in roles])
+        works = [rank.micro_batches * rank.busy + rank.once for rank in roles]
+        middles = np.maximum(layouts.pp - 2, 0)
+        total = works[0] + middles * works[1] + (layouts.pp > 1) * works[2]
+        waits = np.maximum.reduce([_waits(rank) for rank in roles])
+        return np.maximum(pipeline + once, total * processes / cpu.cores + waits) + (
+            cpu.step * share
+        )
 
 
 def kind_of(transfer: Transfer) -> str:
@@ -60,73 +191,6 @@ def kind_of(transfer: Transfer) -> str:
     if transfer.split == "dp" and transfer.op in ("all_gather", "reduce_scatter"):
         return "zero"
     return "ep" if transfer.split == "ep" else transfer.axis
-
-
-def waits_for_experts(job: Job, layouts: LayoutBatch, mean: Seconds, busiest: Seconds) -> Waits:
-    """Of a mean rank for the one whose experts have the most tokens, in a micro-batch; `mean` and
-    `busiest` are what they compute.
-
-    Its part is (imbalance - 1) of the experts' share of `mean`. Where the ranks that wait shared
-    cores with it, they leave them to it, and it is the sooner done.
-    """
-    more = job.busiest(layouts.ep) - 1.0
-    sharing = np.maximum(1.0, layouts.world_size / layouts.pp / (job.cluster.cores or 1)) - 1.0
-    alone = np.maximum(0.0, 1.0 - sharing / np.maximum(more, 1e-9))
-    return Waits(
-        forward=alone * (busiest.forward - mean.forward),
-        backward=alone * (busiest.backward - mean.backward),
-    )
-
-
-def rank(
-    cluster: Cluster, traffic: Traffic, compute: Seconds, outside: Passes, for_experts: Waits
-) -> Rank:
-    """What one pipeline rank does; `compute` of one micro-batch, `outside` is its part of it."""
-    work, m = traffic.work, traffic.work.micro_batches
-    busy: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
-    waits: dict[str, Numbers] = dict(busy)
-    rows, send = [], 0.0
-    for each in traffic.messages:
-        transfer, when = each.transfer, _when(each.transfer)
-        seconds = each.total + each.waits
-        busy[when] = busy[when] + each.total
-        if transfer.is_between_stages:  # the pipeline knows when a rank waits for one
-            send = np.maximum(send, each.waits / np.maximum(transfer.calls, 1))
-        exposed = seconds * (not overlaps_compute(transfer))
-        rows.append(Row(transfer, seconds, exposed, each.waits))
-        if not overlaps_compute(transfer):
-            waits[when] = waits[when] + each.waits
-    optimizer = cluster.core.optimizer_element * _elements(work)
-    return Rank(
-        layers=Passes(
-            compute.forward - outside.forward + busy["forward"] / m,
-            compute.input_gradient - outside.input_gradient + busy["backward"] / m,
-            compute.weight_gradient - outside.weight_gradient,
-        ),
-        outside=outside,
-        micro_batches=m,
-        chunks=work.chunks,
-        once=busy["once"] + optimizer,
-        optimizer=optimizer,
-        send=send,
-        rows=rows,
-        waits=Waits(
-            waits["forward"] / m + for_experts.forward,
-            waits["backward"] / m + for_experts.backward,
-            waits["once"],
-        ),
-        for_experts=for_experts,
-    )
-
-
-def _elements(work: RankWorkload) -> Numbers:
-    """That the optimizer of a rank updates."""
-    return sum(work.total(units, lambda sizes: sizes.gradient) for units in work.units)
-
-
-def _when(transfer: Transfer) -> str:
-    """In which pass a message is sent, or that it is sent once a step."""
-    return "once" if transfer.phase == "optimizer" else transfer.phase
 
 
 def overlaps_compute(transfer: Transfer) -> bool:
@@ -144,34 +208,32 @@ def overlaps_compute(transfer: Transfer) -> bool:
     )
 
 
-def step_s(cluster: Cluster, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:
-    """Seconds of a step [n]: as the pipeline takes with what one rank's processes get of the cores
-    when they are alone, or as long as the cores need for all there is to do."""
-    assert cluster.cores is not None
-    processes = layouts.world_size / layouts.pp  # of one pipeline rank
-    share = np.maximum(1.0, processes / cluster.cores)
-    roles = [ranks[role] for role in ("first", "middle", "last")]
-    passes = {
-        name: np.array([_chunk_s(rank, role, name, share) for role, rank in ranks.items()])
-        for name in ("forward", "backward")
-    }
-    pipeline = pipeline_step_s(
-        layouts.schedule,
-        layouts.pp,
-        layouts.vpp,
-        layouts.accumulation,
-        passes["forward"],
-        passes["backward"],
-        roles[1].send,
+def waits_for_experts(
+    job: Job, layouts: LayoutBatch, cores: int, mean: Seconds, busiest: Seconds
+) -> Waits:
+    """Of a mean rank for the one whose experts have the most tokens, in a micro-batch; `mean` and
+    `busiest` are what they compute.
+
+    Its part is (imbalance - 1) of the experts' share of `mean`. Where the ranks that wait shared
+    cores with it, they leave them to it, and it is the sooner done.
+    """
+    more = job.busiest(layouts.ep) - 1.0
+    sharing = np.maximum(1.0, layouts.world_size / layouts.pp / cores) - 1.0
+    alone = np.maximum(0.0, 1.0 - sharing / np.maximum(more, 1e-9))
+    return Waits(
+        forward=alone * (busiest.forward - mean.forward),
+        backward=alone * (busiest.backward - mean.backward),
     )
-    once = np.maximum.reduce([rank.once * share + rank.waits.once for rank in roles])
-    works = [rank.micro_batches * rank.busy + rank.once for rank in roles]
-    middles = np.maximum(layouts.pp - 2, 0)
-    total = works[0] + middles * works[1] + (layouts.pp > 1) * works[2]
-    waits = np.maximum.reduce([_waits(rank) for rank in roles])
-    return np.maximum(pipeline + once, total * processes / cluster.cores + waits) + (
-        cluster.core.step * share
-    )
+
+
+def _elements(work: RankWorkload) -> Numbers:
+    """That the optimizer of a rank updates."""
+    return sum(work.total(units, lambda sizes: sizes.gradient) for units in work.units)
+
+
+def _when(transfer: Transfer) -> str:
+    """In which pass a message is sent, or that it is sent once a step."""
+    return "once" if transfer.phase == "optimizer" else transfer.phase
 
 
 def _waits(rank: Rank) -> Numbers:
@@ -182,14 +244,6 @@ def _chunk_s(rank: Rank, role: str, name: str, share: Numbers) -> Numbers:
     busy = getattr(rank.layers, name) / rank.chunks
     busy = busy + getattr(rank.outside, name) * (role != "middle")
     return busy * share + getattr(rank.waits, name) / rank.chunks
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A pipeline whose ranks share cores."""
-
-    pipeline_s: float  # from the first forward to the last backward
-    slowdowns: tuple[float, ...]  # by rank: seconds that it was busy for a second of work
 
 
 @dataclass
@@ -216,7 +270,7 @@ def simulate(
     send_s: float,
     processes: float,
     cores: int,
-) -> Shared:
+) -> PipelineRun:
     """Runs a table of actions in which each pipeline rank stands for `processes` processes that do
     the same at the same time. All that are busy get equal parts of the cores, at most one each.
 
@@ -272,4 +326,4 @@ def simulate(
                 arrives_s[action] = now_s
                 state.done, state.started, state.free_at_s = state.done + 1, False, None
     slowdowns = (state.busy_s / state.worked_s if state.worked_s else 1.0 for state in states)
-    return Shared(now_s, tuple(slowdowns))
+    return PipelineRun(now_s, tuple(slowdowns))

@@ -7,7 +7,6 @@ that each virtual stage really has. Then the schedule's table of actions is run 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import cast
 
@@ -21,12 +20,12 @@ from fivefold.layout.notation import Layout
 from fivefold.layout.stages import rank_stages, split_layers
 from fivefold.model.config import LayerKind
 from fivefold.parallel.layer_counts import all_stage_counts, role_rank
-from fivefold.parallel.pipeline import schedules, simulation
+from fivefold.parallel.pipeline import schedules
 from fivefold.plan.engines import Job
-from fivefold.plan.time import accelerator, shared_cores
-from fivefold.plan.time.breakdown import Rank, Time
+from fivefold.plan.time import accelerator
+from fivefold.plan.time.breakdown import PipelineRun, Rank, StageSeconds, Time
 from fivefold.plan.time.operations import layer_operations
-from fivefold.plan.time.step import estimate_time, operation_s, whole_step_s
+from fivefold.plan.time.step import estimate_time, machine_of
 
 SIMULATED_ROUNDS = 3
 """Rounds of pp micro-batches that are simulated; a longer step continues at the last one's pace.
@@ -45,7 +44,7 @@ class Simulated:
     pipeline_s: float  # from the first forward to the last backward
     once_s: float  # before and after
     step_s: float
-    slowdowns: tuple[float, ...] = ()  # by pipeline rank, where ranks share cores
+    slowdowns: tuple[float, ...]  # by pipeline rank, 1 where ranks share no cores
 
 
 def simulate(job: Job, layouts: list[Layout]) -> list[Simulated]:
@@ -84,7 +83,8 @@ class Stages:
 
     def __init__(self, job: Job, layout: Layout, constants: Constants, time: Time) -> None:
         """`time` is that of this layout alone, as in a search."""
-        if job.cluster.cores:  # what the busiest experts compute more is in `time`'s waits
+        self.machine = machine_of(job, constants)
+        if job.cluster.cpu:  # what the busiest experts compute more is in `time`'s waits
             job = replace(job, imbalance=1.0)
         self.job, self.layout, self.time, self.constants = job, layout, time, constants
         self.counts = layout.layers or split_layers(job.config.num_layers, layout.stages)
@@ -94,8 +94,8 @@ class Stages:
 
     @property
     def cores_share(self) -> float:
-        """Processes for each core, where they share cores and all are busy."""
-        return max(1.0, self.layout.world_size / (self.job.cluster.cores or math.inf))
+        """Processes per core, where they share cores and all are busy; else 1."""
+        return self.machine.cores_share(self.layout.world_size)
 
     def role_of(self, rank: int) -> str:
         """first, middle or last."""
@@ -144,7 +144,7 @@ class Stages:
     def _layer_compute(self, kind: LayerKind) -> NDArray[np.float64]:
         """Compute seconds [4] of a layer that is not recomputed as a whole."""
         operations = layer_operations(self.job, LayoutBatch.of([self.layout]), kind)
-        s = operation_s(self.job, self.constants, operations)
+        s = self.machine.compute_seconds(operations)
         selective = self.layout.recompute == "selective"
         recompute = accelerator.selected_s(self.job, s) if selective else 0.0
         attention = s.attention_forward + s.attention_backward
@@ -181,78 +181,45 @@ class Stages:
         """Seconds of a message between two stages."""
         return scalar(self.time.ranks["middle"].send)
 
-    def simulated(self) -> Simulated:
-        """The layout's step, its pipeline simulated."""
-        if self.job.cluster.cores:
-            return self._on_shared_cores(self.job.cluster.cores)
-        once = max(scalar(rank.once) for rank in self.time.ranks.values())
-        pipeline = self._by_formula() - once if self.layout.pp == 1 else self._on_accelerators()
-        step = whole_step_s(
-            self.job, LayoutBatch.of([self.layout]), self.constants, np.array([pipeline + once])
+    def seconds(self) -> StageSeconds:
+        """What the schedule is simulated with."""
+        forward, backward = np.zeros((2, self.layout.stages))
+        for rank, stages in enumerate(self.of_rank):
+            waits = self.rank(rank).waits
+            forward[stages] = scalar(waits.forward) / len(stages)
+            backward[stages] = scalar(waits.backward) / len(stages)
+        return StageSeconds(
+            self.forward_s, self.backward_s, self.weight_s, forward, backward, self.send_s
         )
-        return Simulated(self, pipeline, once, scalar(step))
 
-    def _on_shared_cores(self, cores: int) -> Simulated:
-        """On cores that the ranks share. What is once a step all ranks do at the same time."""
+    def simulated(self) -> Simulated:
+        """The layout's step, its pipeline simulated. What is once a step all ranks do at the same
+        time."""
         share, ranks = self.cores_share, self.time.ranks.values()
         once = max(scalar(rank.once) * share + scalar(rank.waits.once) for rank in ranks)
-        shared = self._pipeline_on_cores(cores)
-        step = shared.pipeline_s + once + self.job.cluster.core.step * share
-        return Simulated(self, shared.pipeline_s, once, step, shared.slowdowns)
+        pipeline = self._pipeline()
+        inside = np.array([pipeline.seconds + once])
+        step = self.machine.whole_step_seconds(LayoutBatch.of([self.layout]), inside)
+        return Simulated(self, pipeline.seconds, once, scalar(step), pipeline.slowdowns)
 
-    def _on_accelerators(self) -> float:
-        """Seconds from the first forward to the last backward, more than one pipeline rank."""
-        layout = self.layout
-        # With two copies of the stages each is there for half of the micro-batches.
+    def _pipeline(self) -> PipelineRun:
+        layout, stages = self.layout, self.seconds()
+
+        def run(micro_batches: int) -> PipelineRun:
+            table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
+            return self.machine.run(table, stages, layout.world_size / layout.pp)
+
+        left_out = self._left_out()
+        ran = run(layout.accumulation - left_out)
+        if not left_out:
+            return ran
+        # The slowest rank's pace, or less where it waits for messages every time. With two copies
+        # of the stages each is there for half of the micro-batches.
         copies = 1 + layout.is_bidirectional
         ranks_s = [self.passes_s(rank).sum() / copies for rank in range(layout.pp)]
-        forward, backward, weight = (
-            x.tolist() for x in (self.forward_s, self.backward_s, self.weight_s)
-        )
-        both = (self.forward_s + self.backward_s).tolist()
-
-        def simulated(micro_batches: int) -> float:
-            table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
-            return simulation.simulate(
-                table, forward, backward, self.send_s, weight_s=weight, overlapped_s=both
-            ).step_s
-
-        left_out = self._left_out()
-        step = simulated(layout.accumulation - left_out)
-        if not left_out:
-            return step
-        # The slowest rank's pace, or less where it waits for messages every time.
-        pace = (step - simulated(layout.accumulation - left_out - layout.pp)) / layout.pp
-        return step + left_out * max(pace, *ranks_s)
-
-    def _pipeline_on_cores(self, cores: int) -> shared_cores.Shared:
-        """The pipeline, run by ranks that share cores."""
-        layout = self.layout
-        busy = {
-            "F": self.forward_s.tolist(),
-            "B": self.backward_s.tolist(),
-            "I": (self.backward_s - self.weight_s).tolist(),
-            "W": self.weight_s.tolist(),
-        }
-        waits = {kind: [0.0] * layout.stages for kind in busy}
-        for rank, stages in enumerate(self.of_rank):
-            mine = self.rank(rank).waits
-            for stage in stages:
-                waits["F"][stage] = scalar(mine.forward) / len(stages)
-                waits["B"][stage] = waits["I"][stage] = scalar(mine.backward) / len(stages)
-        processes = layout.world_size / layout.pp
-
-        def simulated(micro_batches: int) -> shared_cores.Shared:
-            table = schedules.build(layout.schedule, layout.pp, layout.vpp, micro_batches)
-            return shared_cores.simulate(table, busy, waits, self.send_s, processes, cores)
-
-        left_out = self._left_out()
-        shared = simulated(layout.accumulation - left_out)
-        if not left_out:
-            return shared
-        before = simulated(layout.accumulation - left_out - layout.pp)
-        pace = (shared.pipeline_s - before.pipeline_s) / layout.pp
-        return replace(shared, pipeline_s=shared.pipeline_s + left_out * pace)
+        before = run(layout.accumulation - left_out - layout.pp)
+        pace = max((ran.seconds - before.seconds) / layout.pp, *ranks_s)
+        return replace(ran, seconds=ran.seconds + left_out * pace)
 
     def _left_out(self) -> int:
         """Micro-batches that need not be simulated, because the pace stays the same."""
@@ -262,10 +229,3 @@ class Stages:
         rounds = -(-layout.accumulation // layout.pp)
         kept = SIMULATED_ROUNDS + (layout.is_v_shaped or layout.is_bidirectional)
         return max(0, rounds - kept) * layout.pp
-
-    def _by_formula(self) -> float:
-        """Pipeline and what is once a step, from the step by formula."""
-        layouts = LayoutBatch.of([self.layout])
-        steps = [whole_step_s(self.job, layouts, self.constants, np.array([s])) for s in (0.0, 1.0)]
-        none, one = map(scalar, steps)
-        return (scalar(self.time.step) - none) / (one - none)
