@@ -1,5 +1,5 @@
 """The operations of a dense layer in the order of the model (`model.layers`, `model.transformer`)
-and of what tensor and context parallelism add (`parallel.tensor.run`, `parallel.sequence.run`)."""
+and of what tensor and context parallelism add (`parallel.tensor.run`, `parallel.context.run`)."""
 
 from __future__ import annotations
 

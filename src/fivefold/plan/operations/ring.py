@@ -1,4 +1,4 @@
-"""Ring attention's operation (`parallel.sequence.run`): keys and values travel, and the blocks'
+"""Ring attention's operation (`parallel.context.run`): keys and values travel, and the blocks'
 results are added up in fp32."""
 
 from __future__ import annotations

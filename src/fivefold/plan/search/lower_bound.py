@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.constants import Constants
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import ORDER
@@ -22,11 +23,7 @@ from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.parallel.workload import ROLES, stage_work
 from fivefold.plan.engines import Job
 from fivefold.plan.time import accelerator as compute
-from fivefold.plan.time.operations import (
-    Numbers,
-    embedding_operations,
-    head_operations,
-)
+from fivefold.plan.time.operations import embedding_operations, head_operations
 from fivefold.plan.time.pipeline import pipeline_step_s
 from fivefold.plan.time.step import estimate_time, machine_of
 
@@ -41,10 +38,10 @@ PLACED_OTHERWISE = ("ring", "ulysses")
 class LayerTime:
     """Seconds of one micro-batch, arrays over combinations of `LAYER_DEGREES`."""
 
-    forward: Numbers
-    backward: Numbers
-    weight_gradient: Numbers
-    again: Numbers  # what recomputation adds to the backward pass
+    forward: Elementwise
+    backward: Elementwise
+    weight_gradient: Elementwise
+    again: Elementwise  # what recomputation adds to the backward pass
 
 
 class Bound:
@@ -96,10 +93,12 @@ class Bound:
         _, recomputing, _ = self._passes(full, kind)
         return LayerTime(forward, backward, weight_gradient, recomputing - backward)
 
-    def _passes(self, few: LayoutBatch, kind: LayerKind) -> tuple[Numbers, Numbers, Numbers]:
+    def _passes(
+        self, few: LayoutBatch, kind: LayerKind
+    ) -> tuple[Elementwise, Elementwise, Elementwise]:
         job = replace(self.job, config=_three_layers(self.job.config, kind))
         rank = estimate_time(job, few, self.constants).ranks["middle"]
-        left_out: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        left_out: dict[str, Elementwise] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         for row in rank.rows:
             if row.transfer.axis in PLACED_OTHERWISE:
                 hidden = self.constants.contention * (row.seconds - row.exposed)

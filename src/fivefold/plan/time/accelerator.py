@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.constants import Constants
 from fivefold.plan.engines import PRODUCT_BYTES, Job
-from fivefold.plan.time.operations import Attention, Matmul, Numbers, Operations
+from fivefold.plan.time.operations import Attention, Matmul, Operations
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """The usual tile of a large product."""
@@ -33,17 +34,17 @@ FlashAttention-3 on long sequences, arXiv:2407.08608, figures 5 and 6)."""
 class Seconds:
     """Of one layer and one micro-batch on one rank, messages not included."""
 
-    forward: Numbers
-    input_gradient: Numbers  # the part of the backward pass that the stage before waits for
-    weight_gradient: Numbers
-    attention_forward: Numbers  # part of `forward`: what ring messages can hide behind
-    attention_backward: Numbers
-    products: Numbers  # part of `forward`
-    split_products: Numbers  # part of `forward`: the products beside which TP sends
-    light: Numbers  # part of `forward`: what selective recomputation may run again
+    forward: Elementwise
+    input_gradient: Elementwise  # the part of the backward pass that the stage before waits for
+    weight_gradient: Elementwise
+    attention_forward: Elementwise  # part of `forward`: what ring messages can hide behind
+    attention_backward: Elementwise
+    products: Elementwise  # part of `forward`
+    split_products: Elementwise  # part of `forward`: the products beside which TP sends
+    light: Elementwise  # part of `forward`: what selective recomputation may run again
 
     @property
-    def backward(self) -> Numbers:
+    def backward(self) -> Elementwise:
         return self.input_gradient + self.weight_gradient
 
 
@@ -88,7 +89,7 @@ def _for_weight(p: Matmul) -> Matmul:
     return replace(p, m=p.n, n=p.k, k=p.m)
 
 
-def selected_s(job: Job, layer: Seconds) -> Numbers:
+def selected_s(job: Job, layer: Seconds) -> Elementwise:
     """Seconds of one layer's forward pass that recompute=selective runs again."""
     return {
         "attention": layer.attention_forward,
@@ -97,7 +98,7 @@ def selected_s(job: Job, layer: Seconds) -> Numbers:
     }[job.engine.selective]
 
 
-def product_s(job: Job, constants: Constants, product: Matmul) -> Numbers:
+def product_s(job: Job, constants: Constants, product: Matmul) -> Elementwise:
     """Seconds of the forward product."""
     device = job.cluster.device
     low = product.quantized and job.is_low_precision
@@ -119,7 +120,7 @@ def product_s(job: Job, constants: Constants, product: Matmul) -> Numbers:
     return np.maximum(arithmetic, moved / (device.memory_bandwidth * constants.memory))
 
 
-def _accumulate_s(job: Job, constants: Constants, product: Matmul) -> Numbers:
+def _accumulate_s(job: Job, constants: Constants, product: Matmul) -> Elementwise:
     """A weight's gradient is added to what is there: read and written once a micro-batch, after
     the product's last tile."""
     elements = product.groups * product.n * product.k
@@ -150,12 +151,12 @@ def _attention_s(job: Job, constants: Constants, attention: Attention | None):
     )
 
 
-def _light_s(job: Job, constants: Constants, moved: Numbers) -> Numbers:
+def _light_s(job: Job, constants: Constants, moved: Elementwise) -> Elementwise:
     factor = 1.0 if job.engine.fused_kernels else constants.unfused_light
     return 2.0 * moved * factor / (job.cluster.device.memory_bandwidth * constants.memory)
 
 
-def _quantize_s(job: Job, constants: Constants, product: Matmul) -> Numbers:
+def _quantize_s(job: Job, constants: Constants, product: Matmul) -> Elementwise:
     """A product's input is read once and written in low precision twice: as it is for this
     product, and transposed for the weight's gradient."""
     if not product.quantized or not job.is_low_precision:

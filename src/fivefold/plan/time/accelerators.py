@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.collectives import seconds as collective_s
 from fivefold.cluster.constants import Constants
 from fivefold.layout.batch import LayoutBatch
@@ -32,7 +33,7 @@ from fivefold.plan.time.breakdown import (
     Traffic,
 )
 from fivefold.plan.time.machine import Layers, Machine, Places, compute_of, outside_of
-from fivefold.plan.time.operations import Numbers, Operations
+from fivefold.plan.time.operations import Operations
 from fivefold.plan.time.pipeline import pipeline_step_s
 
 GRAPHED_STEP = 0.2
@@ -79,8 +80,8 @@ class Accelerators(Machine):
         rows: list[Row] = []
         # Seconds that a phase is longer by messages: those exposed, and the compute that the hidden
         # ones slow down, since they take some of its processors and memory bandwidth.
-        added: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        send: Numbers = 0.0
+        added: dict[str, Elementwise] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        send: Elementwise = 0.0
         data, others = _data_parallel_and_others(job, traffic.messages)
         for message in others:
             transfer, total = message.transfer, message.total
@@ -120,7 +121,7 @@ class Accelerators(Machine):
             rows=rows,
         )
 
-    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:
+    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Elementwise:
         roles = [ranks[role] for role in ROLES]
         # The first chunk of the first rank has the embedding, the last of the last rank the head;
         # where micro-batches come from both ends, each of these ranks has both, for half of them.
@@ -149,7 +150,7 @@ class Accelerators(Machine):
         once = np.maximum.reduce([rank.once for rank in roles])
         return self.whole_step_seconds(layouts, pipeline + once)
 
-    def whole_step_seconds(self, layouts: LayoutBatch, inside: Numbers) -> Numbers:
+    def whole_step_seconds(self, layouts: LayoutBatch, inside: Elementwise) -> Elementwise:
         """A step with the seconds `inside` of it: with what the slowest of many nodes adds, and
         what is once a step."""
         nodes = np.maximum(layouts.world_size / self.job.cluster.tier_sizes[0], 1.0)
@@ -169,7 +170,7 @@ def _data_parallel_and_others(
     return data, others
 
 
-def _wire_share(job: Job, transfer: Transfer, ep_members: NDArray[np.int64]) -> Numbers:
+def _wire_share(job: Job, transfer: Transfer, ep_members: NDArray[np.int64]) -> Elementwise:
     """The ledger's payloads are those of this program; other engines differ in the bytes of an
     element on the wire, and in what they send only once to each node."""
     engine = job.engine
@@ -184,7 +185,7 @@ def _wire_share(job: Job, transfer: Transfer, ep_members: NDArray[np.int64]) -> 
     return 1.0
 
 
-def _copies_once_a_node(job: Job, members: NDArray[np.int64]) -> Numbers:
+def _copies_once_a_node(job: Job, members: NDArray[np.int64]) -> Elementwise:
     """Messages if a token goes to each node (or rank) once, over one for each expert.
 
     Of k experts drawn evenly from N nodes, N (1 - (1 - 1/N)^k) nodes have one or more (DeepSeek-V3,
@@ -205,10 +206,10 @@ def _exposed(
     job: Job,
     layouts: LayoutBatch,
     transfer: Transfer,
-    total: Numbers,
+    total: Elementwise,
     beside: compute.Seconds,
-    m: Numbers,
-) -> Numbers:
+    m: Elementwise,
+) -> Elementwise:
     """The part of a step's messages that no compute hides."""
     engine = job.engine
     if transfer.axis == "tp" and transfer.split == "tp":
@@ -235,7 +236,9 @@ def _exposed(
     return total
 
 
-def _pipelined(engine: Engine, layouts: LayoutBatch, total: Numbers, products: Numbers) -> Numbers:
+def _pipelined(
+    engine: Engine, layouts: LayoutBatch, total: Elementwise, products: Elementwise
+) -> Elementwise:
     """Messages cut into tp pieces, each beside the product of the piece before it."""
     if not engine.pipelined_tensor_messages:
         return total
@@ -246,11 +249,11 @@ def _pipelined(engine: Engine, layouts: LayoutBatch, total: Numbers, products: N
 def _data_exposure(
     job: Job,
     layouts: LayoutBatch,
-    rows: list[tuple[Transfer, Numbers]],
+    rows: list[tuple[Transfer, Elementwise]],
     beside: compute.Seconds,
     role: str,
     phase: str,
-) -> tuple[Numbers, Numbers]:
+) -> tuple[Elementwise, Elementwise]:
     """The exposed share of one phase's data-parallel messages, and the hidden seconds.
 
     Below ZeRO 3 weights are gathered once, beside the first micro-batch's forward pass, and
@@ -281,7 +284,7 @@ HOST_BANDWIDTH = 40e9
 of about 160 GB/s in use for 8 devices. Gradients and weights cross PCIe beside it."""
 
 
-def _optimizer_s(job: Job, constants: Constants, work: RankWorkload) -> Numbers:
+def _optimizer_s(job: Job, constants: Constants, work: RankWorkload) -> Elementwise:
     """AdamW as one kernel: state read and written, the gradient read for its norm and once more,
     the 16-bit weight written."""
     engine = job.engine

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.ledger import Transfer
 from fivefold.parallel.workload import RankWorkload
-from fivefold.plan.time.operations import Numbers
 
 
 @dataclass(frozen=True)
@@ -17,21 +17,21 @@ class Row:
     """One transfer of the ledger with its time, arrays [n] over layouts."""
 
     transfer: Transfer
-    seconds: Numbers  # of all its calls in a step
-    exposed: Numbers  # the part that no compute hides
-    waits: Numbers = 0.0  # the part of `seconds` in which a core is free (`cluster.cores`)
+    seconds: Elementwise  # of all its calls in a step
+    exposed: Elementwise  # the part that no compute hides
+    waits: Elementwise = 0.0  # the part of `seconds` in which a core is free (`cluster.cores`)
 
 
 @dataclass(frozen=True)
 class Passes:
     """Seconds of one micro-batch, arrays [n]: with exposed messages, and recomputation."""
 
-    forward: Numbers
-    input_gradient: Numbers
-    weight_gradient: Numbers
+    forward: Elementwise
+    input_gradient: Elementwise
+    weight_gradient: Elementwise
 
     @property
-    def backward(self) -> Numbers:
+    def backward(self) -> Elementwise:
         return self.input_gradient + self.weight_gradient
 
 
@@ -40,9 +40,9 @@ class Waits:
     """Seconds in which a rank waits for messages that cost it no processor time, while others can
     have its core (`cluster.cores`). Of one micro-batch in all layers, and once a step."""
 
-    forward: Numbers = 0.0
-    backward: Numbers = 0.0
-    once: Numbers = 0.0
+    forward: Elementwise = 0.0
+    backward: Elementwise = 0.0
+    once: Elementwise = 0.0
 
 
 NO_WAITS = Waits()
@@ -54,17 +54,17 @@ class Rank:
 
     layers: Passes  # of all layers of all its chunks, with all messages
     outside: Passes  # of the embedding, the head and the loss
-    micro_batches: Numbers  # that go through each chunk
-    chunks: Numbers
-    once: Numbers  # before and after all micro-batches: exposed messages and the optimizer
-    optimizer: Numbers  # part of `once`
-    send: Numbers  # of one message to the next stage
+    micro_batches: Elementwise  # that go through each chunk
+    chunks: Elementwise
+    once: Elementwise  # before and after all micro-batches: exposed messages and the optimizer
+    optimizer: Elementwise  # part of `once`
+    send: Elementwise  # of one message to the next stage
     rows: list[Row]
     waits: Waits = NO_WAITS
     for_experts: Waits = NO_WAITS  # the part of `waits` for the rank with the most tokens
 
     @property
-    def busy(self) -> Numbers:
+    def busy(self) -> Elementwise:
         """Of one micro-batch, both passes."""
         layers, outside = self.layers, self.outside
         return layers.forward + layers.backward + outside.forward + outside.backward
@@ -94,7 +94,7 @@ class PipelineRun:
 class Time:
     """Seconds, arrays [n] over layouts."""
 
-    step: Numbers
+    step: Elementwise
     ranks: dict[str, Rank]  # by role
 
 
@@ -103,8 +103,8 @@ class Message:
     """One transfer of the ledger and what it takes on the network, arrays [n]."""
 
     transfer: Transfer
-    total: Numbers  # seconds of all calls of a step
-    waits: Numbers = 0.0  # beside `total`, of all calls: in which a core is free
+    total: Elementwise  # seconds of all calls of a step
+    waits: Elementwise = 0.0  # beside `total`, of all calls: in which a core is free
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.cpu import Cpu
 from fivefold.plan.engines import Job
 from fivefold.plan.time.accelerator import Seconds
-from fivefold.plan.time.operations import Attention, Matmul, Numbers, Operations
+from fivefold.plan.time.operations import Attention, Matmul, Operations
 
 Floats = NDArray[np.float64]
 
@@ -32,14 +33,14 @@ KEYS_AT_A_TIME = 512
 causal mask hides altogether (kvSplitSize in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
 
 
-def _attention_flops(attention: Attention) -> Numbers:
+def _attention_flops(attention: Attention) -> Elementwise:
     """With the masked scores that are computed all the same: those in the block of keys in which
     the causal mask's border lies."""
     border = np.minimum(attention.sequence, KEYS_AT_A_TIME) / 2
     return attention.flops * (attention.keys + border) / attention.keys
 
 
-def _elements(product: Matmul) -> Numbers:
+def _elements(product: Matmul) -> Elementwise:
     """Of the operands and the result of all its groups."""
     m, n, k = product.m, product.n, product.k
     return product.groups * (m * k + k * n + m * n)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.constants import Constants
 from fivefold.layout.batch import LayoutBatch
 from fivefold.ledger import Transfer
@@ -29,7 +30,6 @@ from fivefold.plan.time.breakdown import (
     Traffic,
 )
 from fivefold.plan.time.operations import (
-    Numbers,
     Operations,
     embedding_operations,
     head_operations,
@@ -45,7 +45,7 @@ class Places:
     """Where the groups of a batch of layouts sit."""
 
     members: Mapping[str, NDArray[np.int64]]  # by axis [tiers, n], as in `placement.members`
-    known: dict[tuple[str, str, bytes], Numbers] = field(default_factory=dict)
+    known: dict[tuple[str, str, bytes], Elementwise] = field(default_factory=dict)
     """Seconds of messages by operation, axis and payload: ranks of all roles send much the same."""
 
 
@@ -73,7 +73,7 @@ class Machine(ABC):
         return 1.0
 
     @abstractmethod
-    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:
+    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Elementwise:
         """Of a step whose ranks do this, its pipeline by formula."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Machine(ABC):
         """The step time of layouts whose traffic is known."""
 
     @abstractmethod
-    def whole_step_seconds(self, layouts: LayoutBatch, inside: Numbers) -> Numbers:
+    def whole_step_seconds(self, layouts: LayoutBatch, inside: Elementwise) -> Elementwise:
         """Of a step that takes `inside` from the first forward to the end of the optimizer."""
 
     @abstractmethod
@@ -128,11 +128,11 @@ def compute_of(
         (layers["head"], work.last + modules),
     ]
 
-    def total(name: str) -> Numbers:
+    def total(name: str) -> Elementwise:
         return sum((getattr(s, name) * count for s, count in parts), 0.0)
 
     selective = layouts.recompute == "selective"
-    again: Numbers = 0.0
+    again: Elementwise = 0.0
     for (layer, count), recomputed in zip(of_layers, work.recomputed, strict=True):
         again = again + recomputed * layer.forward
         again = again + selective * count * compute.selected_s(job, layer)

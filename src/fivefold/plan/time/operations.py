@@ -7,17 +7,13 @@ is two products of the same FLOPs: of the input's gradient and of the weight's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.model.config import LayerKind, ModelConfig
 from fivefold.plan.engines import Job
-
-Numbers: TypeAlias = Any
-"""A number, or an array [n] of them, one for each layout."""
-
 
 ATTENTION_KERNELS, MLP_KERNELS, HEAD_KERNELS = 14.0, 4.0, 12.0
 ROUTING_KERNELS, EXPERT_KERNELS, QUANTIZED_EXPERT_KERNELS = 46.0, 4.0, 12.0
@@ -30,15 +26,15 @@ class Matmul:
     """`groups` matrix products of one shape, in one call: [m, k] x [k, n] each."""
 
     name: str
-    m: Numbers
-    n: Numbers
-    k: Numbers
-    groups: Numbers = 1.0
+    m: Elementwise
+    n: Elementwise
+    k: Elementwise
+    groups: Elementwise = 1.0
     quantized: bool = True  # in the low precision of the job, where it has one
     split: bool = True  # its messages are those of tensor parallelism
 
     @property
-    def flops(self) -> Numbers:
+    def flops(self) -> Elementwise:
         """Of the forward pass."""
         return 2.0 * self.groups * self.m * self.n * self.k
 
@@ -47,15 +43,15 @@ class Matmul:
 class Attention:
     """Scores and weighted sum of the heads of one rank."""
 
-    tokens: Numbers  # queries of this rank
-    keys: Numbers  # that one query sees on average
-    heads: Numbers  # on this rank
+    tokens: Elementwise  # queries of this rank
+    keys: Elementwise  # that one query sees on average
+    heads: Elementwise  # on this rank
     qk_dim: int
     v_dim: int
-    sequence: Numbers  # keys of one sequence that a rank holds at a time
+    sequence: Elementwise  # keys of one sequence that a rank holds at a time
 
     @property
-    def flops(self) -> Numbers:
+    def flops(self) -> Elementwise:
         """Of the forward pass; a masked score is not counted."""
         return 2.0 * self.tokens * self.keys * self.heads * (self.qk_dim + self.v_dim)
 
@@ -66,20 +62,20 @@ class Operations:
 
     products: tuple[Matmul, ...]
     attention: Attention | None
-    moved: Numbers  # elements read and written by the light operations of the forward pass
-    kernels: Numbers  # launched in the forward pass
+    moved: Elementwise  # elements read and written by the light operations of the forward pass
+    kernels: Elementwise  # launched in the forward pass
     # The same of what a split adds to the program beside its messages: copies and bookkeeping. No
     # accelerator notices them; a core does.
-    split_moved: Numbers = 0.0
-    split_kernels: Numbers = 0.0
+    split_moved: Elementwise = 0.0
+    split_kernels: Elementwise = 0.0
 
     @property
-    def flops(self) -> Numbers:
+    def flops(self) -> Elementwise:
         attention = 0.0 if self.attention is None else self.attention.flops
         return sum((p.flops for p in self.products), attention)
 
 
-def tokens(job: Job, layouts: LayoutBatch) -> Numbers:
+def tokens(job: Job, layouts: LayoutBatch) -> Elementwise:
     """Of one micro-batch on one context-parallel rank."""
     return layouts.micro_batch * (job.sequence_length / layouts.cp)
 
@@ -98,7 +94,7 @@ def layer_operations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> Operati
     if config.qk_norm:
         rotary = 2 * rotary
     moved = t * ((norms + residuals) / slices + rotary / layouts.tp)
-    kernels: Numbers = ATTENTION_KERNELS
+    kernels: Elementwise = ATTENTION_KERNELS
     if kind.moe:
         expert_products, expert_moved = _expert_operations(job, layouts, t)
         products += expert_products
@@ -113,8 +109,8 @@ def layer_operations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> Operati
 
 
 def _of_splits(
-    job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers
-) -> tuple[Numbers, Numbers]:
+    job: Job, layouts: LayoutBatch, kind: LayerKind, t: Elementwise
+) -> tuple[Elementwise, Elementwise]:
     """Elements moved and kernels launched by the splits themselves in one layer, forward: counted
     in `parallel/*/run.py`."""
     config = job.config
@@ -156,7 +152,7 @@ def head_operations(job: Job, layouts: LayoutBatch) -> Operations:
     return Operations((head,), None, moved, HEAD_KERNELS)
 
 
-def attention_products(config: ModelConfig, layouts: LayoutBatch, t: Numbers):
+def attention_products(config: ModelConfig, layouts: LayoutBatch, t: Elementwise):
     hidden, tp = config.hidden_size, layouts.tp
     out_width = config.num_heads * config.v_head_dim
     if config.mla is None:
@@ -179,7 +175,7 @@ def attention_products(config: ModelConfig, layouts: LayoutBatch, t: Numbers):
     yield Matmul("out", t, hidden, out_width / tp)
 
 
-def attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers) -> Attention:
+def attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Elementwise) -> Attention:
     """Ulysses gives a rank its share of the heads of ulysses times the tokens: the same work."""
     config, s = job.config, float(job.sequence_length)
     # A causal query sees half of the keys on average; a window w sees w - w^2 / 2s of them.
@@ -196,7 +192,7 @@ def attention(job: Job, layouts: LayoutBatch, kind: LayerKind, t: Numbers) -> At
     )
 
 
-def mlp_products(name: str, config: ModelConfig, t: Numbers, width: float, parts: Numbers):
+def mlp_products(name: str, config: ModelConfig, t: Elementwise, width: float, parts: Elementwise):
     columns = (2 if config.gated_mlp else 1) * width / parts
     yield Matmul(f"{name}_in", t, columns, config.hidden_size)
     yield Matmul(f"{name}_out", t, config.hidden_size, width / parts)
@@ -207,7 +203,7 @@ def _activation_elements(gated: bool) -> float:
     return 3.0 if gated else 2.0
 
 
-def _expert_kernels(job: Job, layouts: LayoutBatch) -> Numbers:
+def _expert_kernels(job: Job, layouts: LayoutBatch) -> Elementwise:
     """Routing and permutation take small kernels; and each expert of a rank its own products, with
     several more in front of each where inputs are quantized."""
     assert job.config.moe is not None
@@ -218,7 +214,7 @@ def _expert_kernels(job: Job, layouts: LayoutBatch) -> Numbers:
     return ROUTING_KERNELS + local * each
 
 
-def expert_products(job: Job, layouts: LayoutBatch, t: Numbers):
+def expert_products(job: Job, layouts: LayoutBatch, t: Elementwise):
     """The router's product, and the two of the experts."""
     hidden, moe = job.config.hidden_size, job.config.moe
     assert moe is not None
@@ -233,7 +229,7 @@ def expert_products(job: Job, layouts: LayoutBatch, t: Numbers):
     yield Matmul("experts_out", copies / local, hidden, width, local, split=False)
 
 
-def _expert_operations(job: Job, layouts: LayoutBatch, t: Numbers):
+def _expert_operations(job: Job, layouts: LayoutBatch, t: Elementwise):
     config = job.config
     moe = config.moe
     assert moe is not None

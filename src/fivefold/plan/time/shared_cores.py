@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from fivefold.arrays import Elementwise
 from fivefold.cluster.cpu import Cpu
 from fivefold.layout.actions import Action
 from fivefold.layout.batch import LayoutBatch
@@ -36,7 +37,7 @@ from fivefold.plan.time.breakdown import (
 )
 from fivefold.plan.time.cpu import seconds as cpu_seconds
 from fivefold.plan.time.machine import Machine, Places, compute_of, outside_of
-from fivefold.plan.time.operations import Numbers, Operations
+from fivefold.plan.time.operations import Operations
 from fivefold.plan.time.pipeline import pipeline_step_s
 
 ZERO_PASSES = 4
@@ -85,7 +86,7 @@ class SharedCores(Machine):
     def cores_share(self, world_size: int) -> float:
         return max(1.0, world_size / self.cpu.cores)
 
-    def whole_step_seconds(self, layouts: LayoutBatch, inside: Numbers) -> Numbers:
+    def whole_step_seconds(self, layouts: LayoutBatch, inside: Elementwise) -> Elementwise:
         return inside + self.cpu.step * np.maximum(1.0, layouts.world_size / self.cpu.cores)
 
     def run(self, schedule: Schedule, stages: StageSeconds, processes: float) -> PipelineRun:
@@ -120,8 +121,8 @@ class SharedCores(Machine):
     def _rank(self, traffic: Traffic, mean: Seconds, outside: Passes, for_experts: Waits) -> Rank:
         """`mean` is what a rank computes in one micro-batch, `outside` a part of it."""
         work, m = traffic.work, traffic.work.micro_batches
-        busy: dict[str, Numbers] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
-        waits: dict[str, Numbers] = dict(busy)
+        busy: dict[str, Elementwise] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+        waits: dict[str, Elementwise] = dict(busy)
         rows, send = [], 0.0
         for each in traffic.messages:
             transfer, when = each.transfer, _when(each.transfer)
@@ -155,7 +156,7 @@ class SharedCores(Machine):
             for_experts=for_experts,
         )
 
-    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Numbers:
+    def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Elementwise:
         """As the pipeline takes with what one rank's processes get of the cores when they are
         alone, or as long as the cores need for all there is to do."""
         cpu = self.cpu
@@ -226,7 +227,7 @@ def waits_for_experts(
     )
 
 
-def _elements(work: RankWorkload) -> Numbers:
+def _elements(work: RankWorkload) -> Elementwise:
     """That the optimizer of a rank updates."""
     return sum(work.total(units, lambda sizes: sizes.gradient) for units in work.units)
 
@@ -236,11 +237,11 @@ def _when(transfer: Transfer) -> str:
     return "once" if transfer.phase == "optimizer" else transfer.phase
 
 
-def _waits(rank: Rank) -> Numbers:
+def _waits(rank: Rank) -> Elementwise:
     return rank.micro_batches * (rank.waits.forward + rank.waits.backward) + rank.waits.once
 
 
-def _chunk_s(rank: Rank, role: str, name: str, share: Numbers) -> Numbers:
+def _chunk_s(rank: Rank, role: str, name: str, share: Elementwise) -> Elementwise:
     busy = getattr(rank.layers, name) / rank.chunks
     busy = busy + getattr(rank.outside, name) * (role != "middle")
     return busy * share + getattr(rank.waits, name) / rank.chunks
