@@ -1,6 +1,6 @@
-"""Sequence parallelism around attention: what ulysses and ring send.
+"""Context parallelism: what ulysses and ring send.
 
-Ulysses (arXiv:2309.14509): four all-to-alls a layer and direction, for queries, keys, values and
+Ulysses (arXiv:2309.14509): four all-to-alls per layer and direction, for queries, keys, values and
 the output; with grouped queries those of keys and values are smaller. Ring (arXiv:2310.01889):
 keys and values go r - 1 times to the next rank; in the backward pass they do so again and their
 gradients, in fp32, do too.

@@ -1,4 +1,4 @@
-"""Sequence parallelism around attention: how ulysses, ring and their product run.
+"""Context parallelism: how ulysses, ring and their product run.
 
 Ulysses (arXiv:2309.14509) exchanges the split of the sequence for a split of the heads with
 all-to-alls before and after attention. Ring attention (arXiv:2310.01889) leaves the queries where
@@ -57,7 +57,7 @@ class _SequenceToHeads(torch.autograd.Function):
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """The reverse."""
+    """[s, b, heads / u, d] -> [s / u, b, heads, d]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
@@ -107,7 +107,7 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention of a zigzag-split sequence; q [s / r, b, heads, d] and so on.
 
-    `mask`, with packed documents, has one entry a step of the ring, see `ring_masks`.
+    `mask`, with packed documents, has one entry per step of the ring (`document_masks`).
     """
     return _RingAttention.apply(q, k, v, mask, axis)
 

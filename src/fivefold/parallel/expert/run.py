@@ -1,4 +1,4 @@
-"""Expert parallelism: how tokens reach the experts that were chosen for them.
+"""Expert parallelism: how tokens reach the experts that the router chose for them.
 
 Each rank of the ep axis holds num_experts / ep experts. An all-to-all takes every token to the
 ranks of its k experts, another brings the results back. Where the experts themselves are split
@@ -46,19 +46,19 @@ class AllToAllDispatcher:
         return comm.all_reduce(counts, self.sequence)
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, DispatchState]:
-        trip = DispatchState(rows.shape[0], counts, self.ep, self.etp)
-        return DispatchStart.apply(rows, trip), trip
+        state = DispatchState(rows.shape[0], counts, self.ep, self.etp)
+        return DispatchStart.apply(rows, state), state
 
     def finish_dispatch(
         self, travelling: tuple[Tensor, DispatchState]
     ) -> tuple[Tensor, list[int], DispatchState]:
-        rows, trip = travelling
-        rows = DispatchWait.apply(rows, trip)
+        rows, state = travelling
+        rows = DispatchWait.apply(rows, state)
         if self.etp.size > 1:
-            rows = _GatherRows.apply(rows, self.etp, trip.gathered)
-        if trip.by_expert is not None:
-            rows = rows.index_select(0, trip.by_expert)
-        return rows, trip.local_counts, trip
+            rows = _GatherRows.apply(rows, self.etp, state.gathered)
+        if state.by_expert is not None:
+            rows = rows.index_select(0, state.by_expert)
+        return rows, state.local_counts, state
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         if state.by_expert is not None:
@@ -69,9 +69,14 @@ class AllToAllDispatcher:
 
 
 class DispatchState:
-    """How many rows go where in one dispatch, and how the arrived ones are put in order."""
+    """One dispatch: row counts by rank, and the order of the arrived rows by expert.
+
+    `send` and `receive` [ep]: rows to and from each ep rank. `gathered` [etp]: rows that arrived
+    at each etp rank. `local_counts` [local experts]: rows that each expert works on.
+    """
 
     def __init__(self, owned: int, counts: Tensor, ep: Axis, etp: Axis) -> None:
+        """`owned`: rows that this rank sends; `counts` int64 [num_experts] of them by expert."""
         self.owned, self.ep = owned, ep
         arriving = comm.all_to_all(counts, ep).view(1, -1)
         if etp.size > 1:
@@ -110,52 +115,52 @@ class DispatchStart(torch.autograd.Function):
     for it runs first what was recorded last. So it overlaps messages in both passes."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
-        ctx.trip = trip
-        out, trip.under_way = comm.start_all_to_all_rows(
-            rows, trip.ep, trip.send, trip.receive, trip.owned
+    def forward(ctx, rows: Tensor, state: DispatchState) -> Tensor:
+        ctx.state = state
+        out, state.under_way = comm.start_all_to_all_rows(
+            rows, state.ep, state.send, state.receive, state.owned
         )
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.trip.wait(), None
+        return ctx.state.wait(), None
 
 
 class DispatchWait(torch.autograd.Function):
-    """The rows are there."""
+    """Waits for the rows of `DispatchStart`; backward, begins to send their gradients."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
-        ctx.trip = trip
-        trip.wait()
+    def forward(ctx, rows: Tensor, state: DispatchState) -> Tensor:
+        ctx.state = state
+        state.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        trip = ctx.trip
-        _, trip.under_way = comm.start_all_to_all_rows(
-            grad, trip.ep, trip.receive, trip.send, trip.owned
+        state = ctx.state
+        _, state.under_way = comm.start_all_to_all_rows(
+            grad, state.ep, state.receive, state.send, state.owned
         )
         return grad, None  # of the right shape; `DispatchStart` has the gradient that comes
 
 
 class Combine(torch.autograd.Function):
-    """Rows travel back."""
+    """Sends rows from the experts' ranks back to the tokens' ranks; backward, the reverse."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, trip: DispatchState) -> Tensor:
-        ctx.trip = trip
-        return comm.all_to_all_rows(rows, trip.ep, trip.receive, trip.send, trip.owned)
+    def forward(ctx, rows: Tensor, state: DispatchState) -> Tensor:
+        ctx.state = state
+        return comm.all_to_all_rows(rows, state.ep, state.receive, state.send, state.owned)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        trip = ctx.trip
-        return comm.all_to_all_rows(grad, trip.ep, trip.send, trip.receive, trip.owned), None
+        state = ctx.state
+        return comm.all_to_all_rows(grad, state.ep, state.send, state.receive, state.owned), None
 
 
 class _GatherRows(torch.autograd.Function):
-    """All rows that arrived at the ranks which share these experts."""
+    """Gathers the rows that arrived at all etp ranks; backward, sums and scatters gradients."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, axis: Axis, counts: list[int]) -> Tensor:
@@ -168,7 +173,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """Sum the ranks' partial results, each rank keeping the rows that arrived at it."""
+    """Sums the etp ranks' partial results, keeps the rows that arrived here; backward gathers."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, axis: Axis, counts: list[int]) -> Tensor:
@@ -181,7 +186,7 @@ class _SumRows(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """This rank's slice of a tensor that all ranks hold; the slices' gradients are gathered."""
+    """[s, ...] on all tp ranks -> this rank's slice [s / tp, ...]; backward gathers gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
@@ -194,7 +199,8 @@ class _Slice(torch.autograd.Function):
 
 
 class _Unslice(torch.autograd.Function):
-    """Slices put together again on all ranks, which then all have the same gradient."""
+    """Gathers slices [s / tp, ...] to [s, ...]. Its gradient is the same on all tp ranks, so the
+    backward pass takes this rank's slice of it."""
 
     @staticmethod
     def forward(ctx, y: Tensor, axis: Axis) -> Tensor:

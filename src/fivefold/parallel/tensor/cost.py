@@ -1,16 +1,9 @@
-"""Tensor and megatron sequence parallelism: what they send.
+"""Tensor parallelism: the messages of one step (see the package for the scheme).
 
-A transformer layer has pairs of split matrices: attention, and an MLP or a shared expert. Each
-pair needs one sum over the tp ranks forward (after its closing matrix) and one backward (of its
-input's gradient), of the hidden states B; the embedding adds one forward, the head one backward
-(Megatron-LM, arXiv:1909.08053, section 3). With megatron SP each sum is a reduce-scatter and an
-all-gather, and the gathered inputs are not kept but gathered again for the weight gradients
-(arXiv:2205.05198, section 4.2.2).
-
-Of the models that are planned only: attention and an MLP that read the same hidden states are one
-pair; what enters latent attention (MLA) is its latent vectors, which are narrower than B; a
-multi-token-prediction module has an embedding lookup and a head of its own, and one pair more,
-its joining matrix.
+Of the models that only the planner knows: attention and an MLP that read the same hidden states
+are one pair; what enters latent attention (MLA) is its latent vectors, which are narrower than
+hidden states; a multi-token-prediction module has an embedding lookup and a head of its own, and
+one pair more, its joining matrix.
 """
 
 from __future__ import annotations
@@ -90,8 +83,8 @@ def _pairs(config: ModelConfig, count: Callable[..., Elementwise]) -> Elementwis
 
 
 def _latent_width(config: ModelConfig) -> int | None:
-    """Elements of the latent vectors of a token that enter attention's split matrices in place of
-    its hidden states."""
+    """Elements per token of the latent vectors that enter attention's split matrices in place of
+    hidden states; None without latent queries."""
     if config.mla is None or config.mla.q_lora_rank is None:
         return None
     return config.mla.q_lora_rank + config.mla.kv_lora_rank + config.mla.qk_rope_head_dim

@@ -1,11 +1,4 @@
-"""Tensor parallelism, and megatron sequence parallelism on the same ranks: how it runs.
-
-The first matrix of a pair is split by columns (output features), the second by rows (input
-features), so that a pair needs one sum over the ranks; attention is split by heads, embedding,
-head and loss by vocabulary (Megatron-LM, arXiv:1909.08053). With megatron sequence parallelism
-the activations between the pairs are split along the sequence, and the sum becomes a
-reduce-scatter with an all-gather before the next pair (arXiv:2205.05198).
-"""
+"""Tensor parallelism: the collectives of the tp ranks (see the package for the scheme)."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from fivefold.parallel.mesh import Axes
 
 
 class ReplicatedInput:
-    """Activations are the same on all tp ranks; their gradient is summed over them."""
+    """Without sp: all tp ranks have the same x [s, b, hidden]; its gradient is summed over them."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -35,7 +28,7 @@ class ReplicatedInput:
 
 
 class SequenceSlices:
-    """Each tp rank has a slice of the sequence; the linear layers need all of it."""
+    """With sp: a tp rank has a slice x [s / tp, b, hidden]; linear layers need [s, b, hidden]."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -48,7 +41,8 @@ class SequenceSlices:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Partial results in, their sum out, on every rank; the gradient is every rank's already."""
+    """Sums partial results [s, b, hidden] over ranks. All ranks have the same gradient, so the
+    backward pass sends nothing."""
 
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
@@ -60,7 +54,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumToSequenceSlices(torch.autograd.Function):
-    """Partial results of the whole sequence in, this rank's slice of their sum out."""
+    """Partial results [s, b, hidden] -> this rank's slice [s / tp, b, hidden] of their sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
@@ -81,7 +75,7 @@ def sum_to_sequence_slices(x: Tensor, axis: Axis) -> Tensor:
 
 
 def join_vocabulary(x: Tensor, op: str, axis: Axis) -> Tensor:
-    """Join the loss's row maxima ("max") or sums ("sum") over the vocabulary's parts."""
+    """Join the loss's row maxima (`op` "max") or sums ("sum") over the vocabulary's parts."""
     return comm.start_all_reduce(x.contiguous(), axis, op).wait()
 
 
@@ -95,7 +89,7 @@ def apply(stage: Stage, axes: Axes) -> None:
     else:
         input_collective = ReplicatedInput(axes.tp)
         output_collective = partial(sum_over_ranks, axis=axes.tp)
-    rows = -(-stage.config.vocab_size // axes.tp.size)
+    rows = -(-stage.config.vocab_size // axes.tp.size)  # of the vocabulary, as torch.chunk splits
     stage.first_id = rows * axes.tp.index
     stage.input_collective = input_collective
     stage.join = partial(join_vocabulary, axis=axes.tp)
