@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "schema": {"errors", "files", "text"},
     "step_trace": {"ledger"},
     "ledger": set(),
+    "results": set(),
     "model": set(),
     "readers": {"model"},
     "layout": {"model", "ledger"},
@@ -44,7 +45,17 @@ ARROWS: dict[str, set[str]] = {
     "calibrate": {"train", "cluster", "plan", "parallel", "layout", "model", "readers", "ledger"},
     "verify": {"plan", "train", "cluster", "parallel", "layout", "model", "readers", "ledger"},
     "interop": {"plan", "layout", "model", "readers"},
-    "report": {"verify", "plan", "train", "cluster", "parallel", "layout", "model", "ledger"},
+    "report": {
+        "results",
+        "verify",
+        "plan",
+        "train",
+        "cluster",
+        "parallel",
+        "layout",
+        "model",
+        "ledger",
+    },
 }
 """What each room may import, apart from BASE. `readers` is model/huggingface; `cli`, the api and
 `__main__` stand on top and may import anything."""

@@ -80,8 +80,8 @@ def _rotate(s: Sizes, name: str, reads: str, size: Bytes) -> Operation:
 
 
 def _core(s: Sizes, kind: LayerKind) -> list[Operation]:
-    """From rotated queries and keys to what the output projection reads: a core of its own inside
-    ulysses' exchanges, or a ring."""
+    """From rotated queries and keys to what the output projection reads: attention of whole
+    sequences inside ulysses' exchanges, or a ring."""
     inputs = ("rotated_q", "rotated_k", "v")
     inner = ("exchanged_q", "exchanged_k", "exchanged_v") if s.structure.ulysses else inputs
     attention = compute.attention(s.job, s.layouts, kind, s.tokens)

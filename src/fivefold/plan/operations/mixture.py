@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fivefold.parallel.workload import FP32
 from fivefold.plan.operations.operation import Bytes, Operation
-from fivefold.plan.operations.parts import mlp
+from fivefold.plan.operations.parts import activation, mlp
 from fivefold.plan.operations.sizes import INT64, Sizes
 from fivefold.plan.time import operations as compute
 from fivefold.plan.time.operations import Matmul
@@ -26,35 +26,30 @@ def mixture(s: Sizes) -> list[Operation]:
         *_combine(s),
     ]
     if shared:
-        whole = "moe.whole_y" if s.structure.slices else "moe.y"
+        whole = "moe.whole_y" if s.structure.routes_slices else "moe.y"
         reads = (whole, next(iter(shared[-1].makes)))
         total = {"moe.sum": s.hidden}
         operations.append(Operation("moe.sum", "elementwise", reads, total, passes=reads))
     # `MoE.forward` has these until it returns.
-    choose = next(each for each in operations if each.name == "choose")
-    held = {
-        "route",
-        "chosen",
-        *choose.reads,
-        *(name for each in shared[-1:] for name in each.reads),
-    }
+    unpermute = next(each for each in operations if each.name == "unpermute")
+    held = {"route", "chosen", *unpermute.reads, *(shared[-1].reads if shared else ())}
     last = operations[-1]
     operations[-1] = replace(last, holds=(*last.holds, *sorted(held)))
     return operations
 
 
 def _route(s: Sizes, router: Matmul) -> list[Operation]:
-    """Probabilities, choice and order, which the backward pass needs, as numbers and places."""
+    """The router, and what its backward pass reads: probabilities, weights and indices."""
     scores = FP32 * s.routed * s.moe.num_experts
     weights: Bytes = s.element * s.copies if s.structure.short else 0.0
     if s.moe.norm_topk_prob:
         weights = weights + FP32 * (s.routed + s.copies * (not s.structure.short))
-    places = 3 * INT64 * s.copies  # of the chosen experts, and of tokens in order and back
+    indices = 3 * INT64 * s.copies  # chosen experts; token order by expert, and its inverse
     logits = s.element * s.routed * s.moe.num_experts
     # Without megatron sequence parallelism each tp rank routes a slice, a view.
     slice_ = Operation("slice", "collective", ("norm2.out",), {"tokens": 0.0})
     return [
-        slice_ if s.structure.slices else replace(slice_, passes=("norm2.out",)),
+        slice_ if s.structure.routes_slices else replace(slice_, passes=("norm2.out",)),
         Operation(
             "router",
             "matmul",
@@ -69,7 +64,7 @@ def _route(s: Sizes, router: Matmul) -> list[Operation]:
             "route",
             "elementwise",
             ("logits",),
-            keeps={"route": scores + places + FP32 * s.copies + weights},
+            keeps={"route": scores + indices + FP32 * s.copies + weights},
             saved=("route",),
             peaks=(2 * scores * s.structure.short,),
         ),
@@ -77,11 +72,11 @@ def _route(s: Sizes, router: Matmul) -> list[Operation]:
 
 
 def _dispatch(s: Sizes) -> list[Operation]:
-    """The tokens' copies in the order of their experts, and on their way."""
+    """Permutes the tokens' copies by expert and begins to send them."""
     made = {"rows": s.rows(s.copies)}
     own = {"tokens": s.rows(s.routed)}
     rows = Operation("rows", "copy", ("tokens",), made, gradients=own, holds=("norm2.out",))
-    if not s.structure.travels:
+    if not s.structure.dispatches:
         return [rows]
     # The state of the dispatch has the order of the rows that will have arrived.
     order = {"order": INT64 * s.assembled}
@@ -102,14 +97,14 @@ def _dispatch(s: Sizes) -> list[Operation]:
 
 
 def _arrive(s: Sizes) -> list[Operation]:
-    """The rows once they are here: gathered where experts are split, in the experts' order. Those
-    that left and those that came are held until then."""
-    if not s.structure.travels:
+    """Waits for the rows, gathers them over etp and sorts them by expert. The rows that were sent
+    and received are held until then."""
+    if not s.structure.dispatches:
         return []
     operations, source = [], "arrived"
     rows, arrived = s.rows(s.assembled), s.rows(s.arrived)
     if s.structure.ep:
-        # Backward, gradients leave here and have come when the dispatch's turn comes.
+        # Backward, this sends the gradients, and the dispatch waits for them.
         wait = Operation("wait", "collective", ("travelling", "ticket"), {"arrived": 0.0})
         leaving = {"travelling": s.rows(s.copies)}
         operations.append(replace(wait, passes=("ticket",), gradients=leaving))
@@ -129,7 +124,7 @@ def _arrive(s: Sizes) -> list[Operation]:
 
 def _experts(s: Sizes, first: Matmul, second: Matmul) -> list[Operation]:
     rows, width = s.rows(s.assembled), s.expert_width
-    source = "sorted" if s.structure.travels else "rows"
+    source = "sorted" if s.structure.dispatches else "rows"
     gate, up, act = "experts.gate", "experts.up", "experts.act"
     return [
         Operation(
@@ -142,14 +137,7 @@ def _experts(s: Sizes, first: Matmul, second: Matmul) -> list[Operation]:
             weights=("experts.gate_proj", "experts.up_proj"),
             products=(first,),
         ),
-        Operation(
-            act,
-            "elementwise",
-            (gate, up),
-            {act: width},
-            saved=(gate, up),
-            backward_peaks=(2 * width,),
-        ),
+        activation(act, gate, up, width),
         Operation(
             "experts.out",
             "grouped",
@@ -164,10 +152,10 @@ def _experts(s: Sizes, first: Matmul, second: Matmul) -> list[Operation]:
 
 
 def _combine(s: Sizes) -> list[Operation]:
-    """Back into the order in which the rows arrived, home, and weighted."""
+    """Restores the order of arrival, sends rows back to their tokens' ranks and weights them."""
     operations, source = [], "experts.y"
     rows, arrived, copies = s.rows(s.assembled), s.rows(s.arrived), s.rows(s.copies)
-    if s.structure.travels:
+    if s.structure.dispatches:
         back = {"back": INT64 * s.assembled}
         unsort = Operation("unsort", "copy", (source,), {"unsorted": rows}, back, saved=("back",))
         operations.append(unsort)
@@ -183,11 +171,11 @@ def _combine(s: Sizes) -> list[Operation]:
         home = Operation("home", "collective", (source,), {"home": copies}, gradients=sizes)
         operations.append(home)
         source = "home"
-    if s.structure.travels:
+    if s.structure.dispatches:
         operations[-1] = replace(operations[-1], holds=("sorted",))
     sizes = {source: copies}
     operations += [
-        Operation("choose", "copy", (source,), {"chosen": copies}, gradients=sizes),
+        Operation("unpermute", "copy", (source,), {"chosen": copies}, gradients=sizes),
         Operation(
             "weigh",
             "elementwise",
@@ -199,7 +187,7 @@ def _combine(s: Sizes) -> list[Operation]:
         ),
         Operation("balance", "elementwise", keeps={"counts": 0.0}, saved=("route", "counts")),
     ]
-    if s.structure.slices:
+    if s.structure.routes_slices:
         gather = Operation("gather_tokens", "collective", ("moe.y",), {"moe.whole_y": s.wide})
         # A slice of the gradient is a view of it.
         operations.append(replace(gather, passes=("moe.y",)))

@@ -27,9 +27,9 @@ class Operation:
     """Sizes are in bytes. The backward pass makes a gradient of the size of each input, unless
     the operation says otherwise.
 
-    An operation first allocates what it makes and keeps, beside `workspace`; its backward pass the
-    gradients of its inputs, beside `backward_workspace`. `peaks` and `backward_peaks` are
-    allocated and freed before that, one after the other.
+    An operation allocates each of `peaks` and frees it again, one after the other; then it
+    allocates what it makes and keeps, together with `workspace`. Its backward pass does the same
+    with `backward_peaks`, then the gradients of its inputs together with `backward_workspace`.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Operation:
     reads: tuple[str, ...] = ()  # the tensors that get a gradient from it
     makes: Mapping[str, Bytes] = field(default_factory=dict)
     keeps: Mapping[str, Bytes] = field(default_factory=dict)  # for its backward pass alone
-    saved: tuple[str, ...] = ()  # of the tensors of the layer, what its backward pass reads
-    replaced: tuple[str, ...] = ()  # of `saved`, what goes at once if nothing else holds it
+    saved: tuple[str, ...] = ()  # tensors of the layer that its backward pass reads
+    replaced: tuple[str, ...] = ()  # part of `saved`, freed at once where it was recomputed
     lasting: tuple[str, ...] = ()  # of `keeps`, what its node holds though nothing is saved
     holds: tuple[str, ...] = ()  # variables that live until this operation is over
     workspace: Bytes = 0.0
@@ -46,10 +46,9 @@ class Operation:
     backward_workspace: Bytes = 0.0
     backward_peaks: tuple[Bytes, ...] = ()
     passes: tuple[str, ...] = ()  # inputs whose gradient is that of its (first) output
-    gradients: Mapping[str, Bytes] = field(
-        default_factory=dict
-    )  # that differ in size from the input
-    weights: tuple[str, ...] = ()  # whose gradients it makes, by the end of their names
+    # Sizes of inputs' gradients, where they differ from the input's.
+    gradients: Mapping[str, Bytes] = field(default_factory=dict)
+    weights: tuple[str, ...] = ()  # ends of the names of weights whose gradients it makes
     gathered: Bytes = 0.0  # the input as it is gathered for the weights' gradients
     products: tuple[Matmul, ...] = ()
     attention: Attention | None = None

@@ -59,8 +59,8 @@ def row_parallel(
     product: Matmul,
     holds: tuple[str, ...],
 ) -> list[Operation]:
-    """The linear layer that closes a part, and the sum of its results over the tp ranks. The sum
-    of all tokens is in place."""
+    """The row-parallel linear layer of a part, and the sum over the tp ranks: an all-reduce in
+    place, or with sp a reduce-scatter."""
     linear = Operation(
         weight, "matmul", (reads,), {f"{name}.y": s.wide}, saved=(reads,), weights=(weight,)
     )
@@ -71,6 +71,14 @@ def row_parallel(
         f"{name}.reduce", "collective", (f"{name}.partial",), {f"{name}.y": s.hidden}, holds=holds
     )
     return [replace(linear, makes={f"{name}.partial": s.wide}, holds=()), reduce]
+
+
+def activation(name: str, gate: str, up: str, size: Bytes) -> Operation:
+    """silu(gate) * up, which keeps its inputs."""
+    saved = (gate, up)
+    return Operation(
+        name, "elementwise", saved, {name: size}, saved=saved, backward_peaks=(2 * size,)
+    )
 
 
 def mlp(s: Sizes, name: str, prefix: str, reads: str) -> list[Operation]:
@@ -90,13 +98,6 @@ def mlp(s: Sizes, name: str, prefix: str, reads: str) -> list[Operation]:
             (f"{prefix}gate_proj", f"{prefix}up_proj"),
             (opening,),
         ),
-        Operation(
-            act,
-            "elementwise",
-            (gate, up),
-            {act: width},
-            saved=(gate, up),
-            backward_peaks=(2 * width,),
-        ),
+        activation(act, gate, up, width),
         *row_parallel(s, name, act, width, f"{prefix}down_proj", closing, (gate, up, act)),
     ]

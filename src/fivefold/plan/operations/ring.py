@@ -32,8 +32,8 @@ def operation(s: Sizes, inputs: tuple[str, ...], attention: Attention) -> Operat
 
 
 def _forward(s: Sizes) -> tuple[Bytes, ...]:
-    """The first block takes most, or the second, beside the result: keys and values that are here
-    and travelling, the same for each query head, and the block's part."""
+    """Temporaries of the first and the second block, without the result: keys and values here and
+    on their way, their copies per query head, and the block's output."""
     under_way = 4 * s.spread_key
     part, repeated = s.query, 2 * s.query
     running = s.fp32(s.query) if s.structure.short else 0.0

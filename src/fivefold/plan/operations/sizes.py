@@ -34,13 +34,13 @@ class Structure:
     short: bool  # are elements shorter than those of fp32, so that arithmetic in fp32 needs copies?
 
     @property
-    def slices(self) -> bool:
+    def routes_slices(self) -> bool:
         """Does each tp rank route a slice of the tokens that all of them have?"""
         return self.tp and not self.sp
 
     @property
-    def travels(self) -> bool:
-        """Are the experts on several ranks?"""
+    def dispatches(self) -> bool:
+        """Are the experts on several ranks, so that rows are sent to them?"""
         return self.ep or self.etp
 
 
@@ -92,7 +92,7 @@ class Sizes:
 
     @cached_property
     def held(self) -> Bytes:
-        """Tokens between layers."""
+        """Tokens per rank between layers: with sp a slice."""
         return self.tokens / self.layouts.sp_degree
 
     @cached_property
@@ -142,7 +142,7 @@ class Sizes:
 
     @cached_property
     def angles(self) -> Bytes:
-        """Cosine and sine in a short float."""
+        """Cosine and sine in the compute precision; in fp32 the shared ones are read."""
         length = self.job.sequence_length / self.layouts.cp
         return self.structure.short * self.element * length * self.job.config.head_dim
 
@@ -170,15 +170,15 @@ class Sizes:
         return (layouts.zero > 0) & (shards > 1)
 
     @cached_property
-    def joins(self) -> NDArray[np.bool_]:
+    def adds_up(self) -> NDArray[np.bool_]:
         """Does autograd add to the gradients of earlier micro-batches? It does where FSDP2 leaves
         them whole and in the precision they have."""
         return (self.layouts.zero == 1) & (not self.structure.short)
 
     def waits(self, expert: bool, accumulated: bool) -> NDArray[np.bool_]:
-        """Do gradients of such weights wait until FSDP2 has all of their unit? Not those that are
-        added up one by one, in a buffer or by autograd."""
-        return self.sharded(expert) & ~(self.joins & accumulated)
+        """Are gradients of such weights held until FSDP2 reduces their unit? Not those that a
+        buffer or autograd adds up one by one."""
+        return self.sharded(expert) & ~(self.adds_up & accumulated)
 
     # Mixtures
 
