@@ -376,7 +376,7 @@ def _selective(text: str, mixture: bool) -> str:
     if "attn" in text or "attention" in text:
         return "attention"
     light = any(word in text for word in ("norm", "act", "Norm"))
-    return "light" if light or (mixture and not text) else "attention"
+    return "elementwise" if light or (mixture and not text) else "attention"
 
 
 # --- The layout.

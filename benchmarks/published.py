@@ -60,7 +60,9 @@ class Published:
 MEGATRON = ENGINES["megatron"]
 EAGER = replace(MEGATRON, flash_attention=False)
 ONCE_A_NODE = replace(MEGATRON, once_a_node=True)
-DUALPIPE = replace(ONCE_A_NODE, overlapped_experts=True, dispatched_bytes=1, selective="light")
+DUALPIPE = replace(
+    ONCE_A_NODE, overlapped_experts=True, dispatched_bytes=1, selective="elementwise"
+)
 
 LLAMA, KORTHIKANTI = "arXiv:2407.21783 table 4", "arXiv:2205.05198 table 5"
 

@@ -43,9 +43,9 @@ class Engine:
     dispatched_bytes: int = 2  # of one element on its way to the experts
     optimizer_bytes: int = 12  # fp32 master weight and two moments of an element
     host_optimizer: bool = False  # optimizer state lives in host memory
-    # What recompute=selective recomputes: "attention", "light" operations (norms, activation
-    # functions, projections up from latent vectors), or "products": every second product and all
-    # that is no product and no attention.
+    # What recompute=selective recomputes: "attention", "elementwise" operations (norms, activation
+    # functions; also projections up from latent vectors), or "products": every second product and
+    # all that is no product and no attention.
     selective: str = "attention"
     loss_bytes: int = 2  # alive for each logit in the loss: 2 is in place, in 16 bits
     split_loss_bytes: int = 0  # more of them where tp splits the vocabulary
@@ -101,7 +101,7 @@ ENGINES = {
         overlapped_experts=True,
         fused_experts=True,
         optimizer_bytes=8,
-        selective="light",
+        selective="elementwise",
     ),
     "fivefold": Engine(
         "fivefold",

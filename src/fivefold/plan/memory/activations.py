@@ -45,12 +45,12 @@ def layer_activations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> LayerB
     gathered = layouts.sp_degree if engine.keeps_gathered_inputs else 1
     product_input = _input_bytes(job) / element * hidden * gathered
     kept = {"norm_input": hidden, "norm_output": product_input}
-    light = {"norm_output"}  # cheap to compute again
+    recomputed = {"norm_output"}  # cheap to compute again
     attention, scores, attention_backward = _attention(job, layouts, t)
     kept |= attention
     if config.norms_per_layer > 1:
         kept |= {"mlp_norm_input": hidden, "mlp_norm_output": product_input}
-        light.add("mlp_norm_output")
+        recomputed.add("mlp_norm_output")
     if config.norms_per_layer > 2:
         kept["output_norm_inputs"] = 2 * hidden
     if config.dropout:
@@ -63,16 +63,16 @@ def layer_activations(job: Job, layouts: LayoutBatch, kind: LayerKind) -> LayerB
     else:
         mlp, mlp_backward = _mlp(job, config.intermediate_size * t / tp, "mlp")
     kept |= mlp
-    light |= {name for name in mlp if name.endswith("activation")}
+    recomputed |= {name for name in mlp if name.endswith("activation")}
     if config.mla is not None:  # projections up from the latent vectors
-        light |= {"query", "key", "value"}
+        recomputed |= {"query", "key", "value"}
     if kind.mtp:
         kept["mtp_entry"] = 6 * hidden  # two norms' inputs and the joined input of a product
     whole = sum(kept.values())
     if engine.selective == "attention":
         selective = whole - scores
-    elif engine.selective == "light":
-        selective = whole - sum(kept[name] for name in light)
+    elif engine.selective == "elementwise":
+        selective = whole - sum(kept[name] for name in recomputed)
     else:
         selective = _every_second_product(config.gated_mlp, kept, hidden)
     travelling = 2 * element * config.hidden_size * t * (layouts.sp_degree > 1)

@@ -41,7 +41,7 @@ class Seconds:
     attention_backward: Elementwise
     products: Elementwise  # part of `forward`
     split_products: Elementwise  # part of `forward`: the products beside which TP sends
-    light: Elementwise  # part of `forward`: what selective recomputation may run again
+    elementwise: Elementwise  # part of `forward`: what selective recomputation may run again
 
     @property
     def backward(self) -> Elementwise:
@@ -60,12 +60,12 @@ def seconds(job: Job, constants: Constants, operations: Operations) -> Seconds:
         (product_s(job, constants, _for_weight(p)) for p in operations.products), 0.0
     )
     attention_forward, attention_backward = _attention_s(job, constants, operations.attention)
-    light = _light_s(job, constants, operations.moved)
+    elementwise = _elementwise_s(job, constants, operations.elements_moved)
     quantize = sum((_quantize_s(job, constants, p) for p in operations.products), 0.0)
     accumulate = sum((_accumulate_s(job, constants, p) for p in operations.products), 0.0)
     launch = 0.0 if job.engine.cuda_graphs else operations.kernels * constants.launch_s
-    forward = np.maximum(forward_products + attention_forward + light + quantize, launch)
-    input_gradient = input_products + attention_backward + constants.light_backward * light
+    forward = np.maximum(forward_products + attention_forward + elementwise + quantize, launch)
+    input_gradient = input_products + attention_backward + constants.light_backward * elementwise
     input_gradient = np.maximum(input_gradient + quantize, launch)
     return Seconds(
         forward=forward,
@@ -75,7 +75,7 @@ def seconds(job: Job, constants: Constants, operations: Operations) -> Seconds:
         attention_backward=attention_backward,
         products=forward_products,
         split_products=split,
-        light=light,
+        elementwise=elementwise,
     )
 
 
@@ -93,7 +93,7 @@ def selected_s(job: Job, layer: Seconds) -> Elementwise:
     """Seconds of one layer's forward pass that recompute=selective runs again."""
     return {
         "attention": layer.attention_forward,
-        "light": layer.light,
+        "elementwise": layer.elementwise,
         "products": layer.forward - layer.attention_forward - layer.products / 2,
     }[job.engine.selective]
 
@@ -151,9 +151,10 @@ def _attention_s(job: Job, constants: Constants, attention: Attention | None):
     )
 
 
-def _light_s(job: Job, constants: Constants, moved: Elementwise) -> Elementwise:
+def _elementwise_s(job: Job, constants: Constants, elements: Elementwise) -> Elementwise:
+    """Seconds of operations that read and write so many 16-bit elements."""
     factor = 1.0 if job.engine.fused_kernels else constants.unfused_light
-    return 2.0 * moved * factor / (job.cluster.device.memory_bandwidth * constants.memory)
+    return 2.0 * elements * factor / (job.cluster.device.memory_bandwidth * constants.memory)
 
 
 def _quantize_s(job: Job, constants: Constants, product: Matmul) -> Elementwise:

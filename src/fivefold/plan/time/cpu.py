@@ -22,7 +22,7 @@ def work_of(job: Job, operations: Operations) -> Floats:
         sum((p.flops for p in operations.products), 0.0),
         element * sum((_elements(p) for p in operations.products), 0.0),
         0.0 if attention is None else _attention_flops(attention),
-        element * operations.moved,
+        element * operations.elements_moved,
         operations.kernels,
     )
     return np.array(np.broadcast_arrays(*(np.atleast_1d(part) for part in parts)), dtype=float)
@@ -46,7 +46,7 @@ def _elements(product: Matmul) -> Elementwise:
     return product.groups * (m * k + k * n + m * n)
 
 
-PRODUCTS, ATTENTION, LIGHT = (
+PRODUCTS, ATTENTION, ELEMENTWISE = (
     np.array(mask, dtype=float)[:, None]
     for mask in ((1, 1, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 0, 1, 1))
 )
@@ -56,7 +56,7 @@ def seconds(job: Job, core: Cpu, operations: Operations) -> Seconds:
     """The time of a layer's operations. Of the backward pass, half of the products are for the
     weights' gradients."""
     work = work_of(job, operations)
-    extra = core.copy_byte * job.element_bytes * operations.split_moved
+    extra = core.copy_byte * job.element_bytes * operations.split_elements_moved
     extra = extra + core.backward.operation * operations.split_kernels
     weight_gradient = core.backward.seconds(work * PRODUCTS) / 2
     products = core.forward.seconds(work * PRODUCTS)
@@ -69,5 +69,5 @@ def seconds(job: Job, core: Cpu, operations: Operations) -> Seconds:
         attention_backward=core.backward.seconds(work * ATTENTION),
         products=products,
         split_products=products * split / np.maximum(work[0], 1.0),
-        light=core.forward.seconds(work * LIGHT),
+        elementwise=core.forward.seconds(work * ELEMENTWISE),
     )

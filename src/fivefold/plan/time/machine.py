@@ -144,5 +144,5 @@ def compute_of(
         attention_backward=total("attention_backward"),
         split_products=total("split_products"),
         products=total("products"),
-        light=total("light"),
+        elementwise=total("elementwise"),
     )

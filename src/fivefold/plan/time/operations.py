@@ -62,11 +62,10 @@ class Operations:
 
     products: tuple[Matmul, ...]
     attention: Attention | None
-    moved: Elementwise  # elements read and written by the light operations of the forward pass
+    elements_moved: Elementwise  # read and written by elementwise operations, forward
     kernels: Elementwise  # launched in the forward pass
-    # The same of what a split adds to the program beside its messages: copies and bookkeeping. No
-    # accelerator notices them; a core does.
-    split_moved: Elementwise = 0.0
+    # The same for the copies and bookkeeping that splits add. Only a CPU core notices them.
+    split_elements_moved: Elementwise = 0.0
     split_kernels: Elementwise = 0.0
 
     @property
