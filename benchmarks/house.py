@@ -20,7 +20,17 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-BASE = {"errors", "files", "text", "malloc_env", "step_trace", "schema", "version", "arrays"}
+BASE = {
+    "errors",
+    "files",
+    "text",
+    "malloc_env",
+    "step_trace",
+    "schema",
+    "version",
+    "arrays",
+    "results",
+}
 """Modules at the root that any room may use."""
 RUNTIME = ("train", "parallel", "model", "layout", "ledger")
 """The rooms of the runtime; those of readers and of verification are others."""
@@ -31,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "files": {"errors"},
     "text": {"errors"},
     "malloc_env": set(),
+    "results": set(),
     "schema": {"errors", "files", "text"},
     "step_trace": {"ledger"},
     "ledger": set(),

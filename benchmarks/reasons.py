@@ -9,7 +9,8 @@ import numpy as np
 from benchmarks.scores import Scored
 from fivefold.layout.batch import LayoutBatch
 from fivefold.model.counts import flops_per_token
-from fivefold.plan.time.step import Rank, Time, estimate_time
+from fivefold.plan.time.breakdown import Rank, Time
+from fivefold.plan.time.step import estimate_time
 
 MUCH = 0.10
 """Shares of the step, or of a time, from which on they are named."""

@@ -36,7 +36,7 @@ def test_the_predicted_parts_are_the_predicted_step(layout: Layout) -> None:
     assert sum(parts.values()) == pytest.approx(made.step_time_s)
     assert parts["compute"] > 0 and parts["optimizer"] > 0
     assert parts["pp"] == pytest.approx(0)  # no message of the pipeline's but those of stages
-    assert (parts["bubble"] > 0) == (layout.pp > 1)
+    assert (parts["bubble"] > 1e-9) == (layout.pp > 1)  # it is a difference, so may round to more
     assert "data" not in parts and set(parts) < {*PARTS, "other"}
 
 
