@@ -28,14 +28,14 @@ from fivefold.model.linear import (
 from fivefold.model.parameters import (
     compute_value,
     differentiable,
-    hand_over,
     local_tensor,
+    small_weight_gradient,
     weight_gradients,
 )
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight, in fp32. Keeps x and 1 / rms(x) only, and takes half as many passes over
+    """x / rms(x) * weight, in fp32. Keeps x and 1 / rms(x) only, and makes half as many passes over
     memory as autograd's derivative of the formula."""
 
     @staticmethod
@@ -56,10 +56,12 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ weight.float()).unsqueeze(-1) / x.shape[-1]
         dx = (grad.float() * weight).addcmul_(normalized, mean, value=-1).mul_(scale)
         dweight = product.flatten(0, -2).sum(0)
-        return dx.to(x.dtype), hand_over(ctx.parameter, dweight), None
+        return dx.to(x.dtype), small_weight_gradient(ctx.parameter, dweight), None
 
 
 class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, of length `size`."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -183,6 +185,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise: [..., width] each."""
     return _Gated.apply(gate, up)
 
 

@@ -24,6 +24,8 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 class PendingSum(Protocol):
+    """A sum over ranks that is under way."""
+
     def wait(self) -> Tensor: ...
 
 
@@ -56,11 +58,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Linears(torch.autograd.Function):
-    """y_i = x w_i^T + b_i for several weights that share x.
+    """y_i = x w_i^T + b_i [..., out_i] for weights [out_i, hidden] that share x [..., hidden].
 
-    Only this rank's part of x is kept for the backward pass; it is gathered again for the weight
-    gradients, and the sum of the input gradient over ranks runs beside their computation, unless
-    they are deferred.
+    Only this rank's part of x is kept for the backward pass and gathered again for the weight
+    gradients. Their computation overlaps the sum of the input gradient over ranks, unless they are
+    deferred.
     """
 
     @staticmethod
@@ -84,7 +86,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        x = x.detach()  # whose graph would keep the stage's input for products that are deferred
+        x = x.detach()  # its graph would keep the stage's input until deferred products are done
         collective, count, parameters = ctx.collective, ctx.count, ctx.parameters
         rows_of = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = pending = None
@@ -93,7 +95,7 @@ class _Linears(torch.autograd.Function):
             for g, weight in zip(rows_of[1:], weights[1:], strict=True):
                 add_product(dx, g, weight)
             dx = dx.view(*grads[0].shape[:-1], x.shape[-1])
-        # Gathered before the sum over ranks begins, which then runs beside the products.
+        # Gathered before the sum over ranks begins, which the products then overlap.
         full = None if are_deferred() else _gathered(x, collective)
         if dx is not None and collective:
             pending = collective.reduce(dx)
@@ -118,6 +120,7 @@ def _gathered(x: Tensor, collective: InputCollective | None) -> Tensor:
 
 
 def _weight_gradient(p: Tensor, grad: Tensor, rows: Tensor) -> Tensor | None:
+    """grad^T rows [out, in], for autograd; None where it was added to main_grad."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is None:
         return product(grad.t(), rows)
@@ -137,7 +140,8 @@ def column_parallel_linears(
 def row_parallel_linear(
     x: Tensor, layer: nn.Linear, collective: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The product that closes a part. Its bias is added once, after the ranks' sums are joined."""
+    """Apply the last linear layer of a part to x [..., in / tp], and sum over ranks; then add the
+    bias once."""
     (y,) = _Linears.apply(x, None, 1, differentiable(layer.weight))
     y = collective(y)
     return y if layer.bias is None else y + use(layer.bias, y.dtype)

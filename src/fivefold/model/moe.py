@@ -18,7 +18,7 @@ class TokenDispatcher(Protocol):
     """How tokens reach the experts that were chosen for them, and come back."""
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """Of the hidden states [sequence, ...] those that this rank routes."""
+        """The part of the hidden states [sequence, ...] that this rank routes."""
         ...
 
     def gather_tokens(self, y: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class TokenDispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """The dispatcher of a rank that has all experts: nothing is sent."""
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         return x
@@ -74,8 +74,8 @@ def count(ids: Tensor, size: int) -> Tensor:
 
 
 def on_host(counts: Tensor, total: int) -> Tensor:
-    """Counts whose sum is `total` (of each row, if there are rows), on the host: what follows
-    depends on them. Where there is nothing but shapes, routing is taken to be even."""
+    """Counts whose sum is `total` (of each row, if there are rows), on the host: shapes that
+    follow depend on them. On the meta device, which has no values, routing counts as even."""
     if not counts.is_meta:
         return counts.cpu()
     ends = torch.arange(counts.shape[-1] + 1) * total // counts.shape[-1]
@@ -83,10 +83,11 @@ def on_host(counts: Tensor, total: int) -> Tensor:
 
 
 class _GroupedLinears(torch.autograd.Function):
-    """Rows of expert i times weight[i]^T, for several stacked weights that share the rows.
+    """Rows of expert i times weight[i]^T, for stacked weights [experts, b, a] that share the rows
+    x [n, a]. Returns one [n, b] per weight.
 
-    On GPUs one grouped matrix product a weight (in bf16, which is what it takes); on CPUs a product
-    an expert, which measured faster there and adds weight gradients without a temporary
+    On GPUs this is one grouped matrix product per weight, which needs bf16; on CPUs one product per
+    expert, which measured faster there and adds weight gradients without a temporary
     (docs/decisions.md).
     """
 
@@ -100,7 +101,7 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
-        x = x.detach()  # whose graph would keep the stage's input for products that are deferred
+        x = x.detach()  # its graph would keep the stage's input until deferred products are done
         dx = grouped_product(grads[0], weights[0], ctx.counts)
         for g, w in zip(grads[1:], weights[1:], strict=True):
             dx += grouped_product(g, w, ctx.counts)
@@ -136,7 +137,8 @@ def grouped_product(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 def grouped_weight_gradient(
     p: Tensor, grad: Tensor, x: Tensor, shape: torch.Size, counts: list[int]
 ) -> Tensor | None:
-    """For each group grad^T x, added to the parameter's main_grad or returned to autograd."""
+    """grad^T x for each group [groups, b, a]: returned for autograd, or None where it was added to
+    the parameter's main_grad."""
     main_grad = getattr(p, "main_grad", None)
     if _is_one_product(x):
         total = F.grouped_mm(grad.t(), x, offs=_group_ends(counts, x.device))
@@ -192,7 +194,7 @@ class MoE(nn.Module):
         if moe.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
         self.token_dispatcher: TokenDispatcher = LocalDispatcher()
-        self.rows = 0  # that the experts here worked on in the last call
+        self.rows = 0  # rows that the local experts computed in the last call
 
     def forward(self, x: Tensor, sequence_length: int, valid: Tensor) -> tuple[Tensor, Tensor]:
         """x [sequence, batch, hidden] (perhaps a part of each sequence, whose whole length is
@@ -210,7 +212,7 @@ class MoE(nn.Module):
         travelling = self.token_dispatcher.dispatch(rows, counts)
         shared = self._shared(x)  # overlaps the rows' messages
         rows, local_counts, state = self.token_dispatcher.finish_dispatch(travelling)
-        del travelling  # the rows as they left
+        del travelling  # frees the rows that were sent
         self.rows = rows.shape[0]
         rows = self.token_dispatcher.combine(self.experts(rows, local_counts), state)
         chosen = rows.index_select(0, order.argsort()).view(*experts.shape, -1)

@@ -5,11 +5,11 @@ inside a layer all arithmetic is on local tensors. Its gradient goes one of two 
 
 - to `main_grad`, an fp32 buffer with the local shape that the data-parallel split attached
   (ZeRO 0): layers add into it directly, over micro-batches and uses, which saves a tensor and
-  an addition a weight, and makes accumulation fp32 whatever the compute precision;
+  an addition per weight, and makes accumulation fp32 whatever the compute precision;
 - to `.grad` through autograd, where FSDP2 looks for it (ZeRO 1-3).
 
-A split backward pass defers the weights' gradients (`deferred_weight_grads`): whoever would hand
-one over leaves instead what is to be done, and the pipeline does it when its schedule says so.
+A split backward pass defers the weights' gradients (`deferred_weight_grads`): layers append a
+function per gradient to a list, and the pipeline calls these when its schedule says so.
 
 Where there is a `main_grad` there is a `main_value` too, the local values as a plain tensor: to ask
 a DTensor for them in each use of each weight costs processor time that shows in small models.
@@ -91,7 +91,7 @@ def are_deferred() -> bool:
 
 
 def do_or_defer(work: Callable[[], None]) -> None:
-    """Do what comes after some weights have their gradients."""
+    """Run `work`, which needs weights' gradients, now; or after these when they are deferred."""
     if _deferred is None:
         work()
     else:
@@ -133,7 +133,8 @@ def weight_gradients(
 
 
 def accumulate_into_main_grad(p: Tensor, grad: Tensor) -> Tensor | None:
-    """Hand over a weight's gradient: into main_grad, or back to autograd in the weight's dtype."""
+    """Add a weight's gradient to main_grad and return None; without one, return it to autograd in
+    the weight's dtype."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is None:
         return grad.to(p.dtype)
@@ -141,12 +142,15 @@ def accumulate_into_main_grad(p: Tensor, grad: Tensor) -> Tensor | None:
     return None
 
 
-def hand_over(p: Tensor, grad: Tensor) -> Tensor | None:
-    """What the backward of an autograd function returns for its one parameter, which is small."""
+def small_weight_gradient(p: Tensor, grad: Tensor) -> Tensor | None:
+    """What an autograd function's backward returns for its only parameter: so small a one that its
+    gradient is computed at once, and only its accumulation deferred."""
     return weight_gradients([p], lambda: [accumulate_into_main_grad(p, grad)])[0]
 
 
 class _Use(torch.autograd.Function):
+    """The local values of a parameter in the compute dtype; backward accumulates its gradient."""
+
     @staticmethod
     def forward(ctx, p: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.parameter = p
@@ -154,7 +158,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return hand_over(ctx.parameter, grad), None
+        return small_weight_gradient(ctx.parameter, grad), None
 
 
 def use(p: nn.Parameter, dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,9 @@ def _attention(config: ModelConfig) -> Iterator[Weight]:
         yield from _linear("self_attn.q_proj", q, hidden, "rows", config.qkv_bias)
         for name in ("self_attn.k_proj", "self_attn.v_proj"):
             yield from _linear(name, kv, hidden, "kv", config.qkv_bias, partial="kv")
-    yield from _closing("self_attn.o_proj", hidden, heads * config.v_head_dim, config.output_bias)
+    yield from _row_parallel(
+        "self_attn.o_proj", hidden, heads * config.v_head_dim, config.output_bias
+    )
     if config.qk_norm:
         yield Weight("self_attn.q_norm.weight", (config.head_dim,), partial="tp")
         yield Weight("self_attn.k_norm.weight", (config.head_dim,), partial="tp")
@@ -150,7 +152,7 @@ def _mlp(config: ModelConfig, name: str, width: int, bias: bool) -> Iterator[Wei
     if config.gated_mlp:
         yield from _linear(f"{name}.gate_proj", width, hidden, "rows", bias)
     yield from _linear(f"{name}.up_proj", width, hidden, "rows", bias)
-    yield from _closing(f"{name}.down_proj", hidden, width, bias)
+    yield from _row_parallel(f"{name}.down_proj", hidden, width, bias)
 
 
 def _norm(config: ModelConfig, name: str) -> Iterator[Weight]:
@@ -167,7 +169,7 @@ def _linear(
         yield Weight(f"{name}.bias", (rows,), split, partial=partial)
 
 
-def _closing(name: str, rows: int, columns: int, bias: bool) -> Iterator[Weight]:
+def _row_parallel(name: str, rows: int, columns: int, bias: bool) -> Iterator[Weight]:
     """A matrix whose input is split over tp: its parts are summed, then the whole bias added."""
     yield Weight(f"{name}.weight", (rows, columns), "columns")
     if bias:

@@ -4,10 +4,10 @@ The table says in which order this rank does which forward and backward passes; 
 from it. The receive that the next action needs is posted before the present action computes, so
 that messages overlap computation; every channel is one-way and is read in the order in
 which it is written, which `proof.validate` has proved. Where the next stage is on this same rank
-(the turn of a V), nothing is sent.
+(the bottom of a V schedule), nothing is sent.
 
-A backward pass in two parts computes the gradient of the stage's input, hands it on, and leaves the
-work on the weights' gradients in a list, until the table says when to do it.
+A backward pass in two parts computes the gradient of the stage's input and sends it. It puts the
+work on the weights' gradients into a list; the table says when to do it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _InFlight:
 
 @dataclass
 class _Progress:
-    """Of one optimizer step, where this rank is."""
+    """The state of this rank in one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
     sums: StepSums
@@ -82,7 +82,7 @@ class PipelineRank:
         self.like = torch.empty(0, dtype=dtype, device=device)
         self.steps = schedule.steps(self.rank)
         self.before: Callable[[Action], None] | None = None
-        """Called ahead of each action: for whoever watches or disturbs a run."""
+        """Called before each action, by profilers and by tests that disturb a run."""
 
     def run_step(self, micro_batches: Sequence[MicroBatch]) -> StepSums:
         """Forward and backward passes of one optimizer step."""
@@ -119,13 +119,13 @@ class PipelineRank:
     def _forward(self, step: Step) -> None:
         now, action = self._now, step.action
         batch, stage = now.micro_batches[action.micro_batch], self.stages[action.stage]
-        x = self._take(step)
+        x = self._received(step)
         x = batch.tokens if x is None else x.requires_grad_()
         out, balance = stage(x, batch)
         if balance is not None:
             now.sums.balance += balance.detach()
         if step.sends:
-            self._give(out.detach(), step)
+            self._send(out.detach(), step)
         else:
             now.sums.loss += out.detach()
         now.in_flight[action.stage, action.micro_batch] = _InFlight(x, out, balance)
@@ -133,7 +133,7 @@ class PipelineRank:
     def _backward(self, step: Step) -> None:
         data = self.data[step.action.stage]
         data.begin_backward(last_micro_batch=self._is_last_for_weights(step.action))
-        self._through(step)
+        self._run_autograd(step)
         data.end_backward()
 
     def _input_gradient(self, step: Step) -> None:
@@ -142,7 +142,7 @@ class PipelineRank:
         with deferred_weight_grads(
             self._now.deferred_weight_grads.setdefault((stage, micro_batch), [])
         ):
-            self._through(step)
+            self._run_autograd(step)
 
     @torch.no_grad()  # as in autograd's own backward pass
     def _weight_gradients(self, action: Action) -> None:
@@ -159,17 +159,17 @@ class PipelineRank:
         self._now.weights_left[action.stage] -= 1
         return self._now.weights_left[action.stage] == 0
 
-    def _through(self, step: Step) -> None:
+    def _run_autograd(self, step: Step) -> None:
         """Autograd's backward pass of a stage and micro-batch."""
         kept = self._now.in_flight.pop((step.action.stage, step.action.micro_batch))
-        grad = self._take(step)
+        grad = self._received(step)
         if kept.balance is None:
             torch.autograd.backward([kept.out], [grad])
         else:
             torch.autograd.backward([kept.out, kept.balance], [grad, None])
         if step.sends:
             assert kept.x.grad is not None
-            self._give(kept.x.grad, step)
+            self._send(kept.x.grad, step)
 
     # Messages
 
@@ -181,8 +181,8 @@ class PipelineRank:
         axis = self._channel(message, arrives=True)
         self._now.arriving[step.action] = comm.start_receive(self.hidden_shape, self.like, axis)
 
-    def _take(self, step: Step) -> Tensor | None:
-        """What the step's message brings; None where it needs none."""
+    def _received(self, step: Step) -> Tensor | None:
+        """Wait for the tensor [s, b, hidden] that the step needs; None where it needs none."""
         message = step.receives
         if message is None:
             return None
@@ -190,7 +190,8 @@ class PipelineRank:
             return self._now.handed_over.pop(message.produced_by)
         return self._now.arriving.pop(step.action).wait()
 
-    def _give(self, x: Tensor, step: Step) -> None:
+    def _send(self, x: Tensor, step: Step) -> None:
+        """Begin to send x [s, b, hidden], or keep it for the next stage on this rank."""
         message = step.sends
         assert message is not None
         if message.rank == self.rank:
