@@ -17,8 +17,13 @@ from fivefold.calibrate.points import Point, rounded
 from fivefold.cluster.cluster import FAR_LATENCY_S, NEAR_LATENCY_S
 from fivefold.cluster.collectives import BASE_S
 from fivefold.ledger import Transfer
-from fivefold.plan.time.accelerator import NARROW, TILE_COLUMNS, TILE_ROWS
-from fivefold.plan.time.operations import ATTENTION_KERNELS, MLP_KERNELS
+from fivefold.plan.constants import (
+    ATTENTION_KERNELS,
+    MLP_KERNELS,
+    NARROW,
+    TILE_COLUMNS,
+    TILE_ROWS,
+)
 
 LARGE_SHARE = 0.05
 """Products, light operations and copies of at least this share of the largest one's work count as

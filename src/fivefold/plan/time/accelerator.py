@@ -15,19 +15,16 @@ import numpy as np
 
 from fivefold.arrays import Elementwise
 from fivefold.cluster.constants import Constants
+from fivefold.plan.constants import (
+    ALIGNED,
+    ATTENTION_BACKWARD,
+    ATTENTION_BACKWARD_PRODUCTS,
+    NARROW,
+    TILE_COLUMNS,
+    TILE_ROWS,
+)
 from fivefold.plan.engines import PRODUCT_BYTES, Job
 from fivefold.plan.time.operations import Attention, Matmul, Operations
-
-TILE_ROWS, TILE_COLUMNS = 128, 256
-"""The usual tile of a large product."""
-ALIGNED = 64
-"""Elements of a row that the fastest kernels load at once: 128 bytes of 16 bits (same guide)."""
-NARROW = 52
-"""How much slower attention is with narrow heads: FlashAttention-3 reaches 497 TFLOP/s with 64
-elements and 640 with 128, forward and causal (arXiv:2407.08608, figure 5)."""
-ATTENTION_BACKWARD = 0.75
-"""Speed of attention's backward pass over that of its forward pass (about 480 of 640 TFLOP/s with
-FlashAttention-3 on long sequences, arXiv:2407.08608, figures 5 and 6)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ def _attention_s(job: Job, constants: Constants, attention: Attention | None):
         if not job.engine.tuned_attention:
             losses = losses / constants.portable_attention
         forward = attention.flops * losses / (peak * constants.attention)
-        return forward, 2.5 * forward / ATTENTION_BACKWARD
+        return forward, ATTENTION_BACKWARD_PRODUCTS * forward / ATTENTION_BACKWARD
     # Separate kernels: two products over all scores, masked or not, and passes over the scores.
     scores = attention.tokens * attention.sequence * attention.heads
     flops = 2.0 * scores * (attention.qk_dim + attention.v_dim)

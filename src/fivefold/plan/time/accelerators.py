@@ -20,6 +20,7 @@ from fivefold.parallel.layer_counts import role_rank
 from fivefold.parallel.pipeline import simulation
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.workload import ELEMENT_BYTES, FP32, ROLES, RankWorkload
+from fivefold.plan.constants import GRAPHED_STEP, HOST_BANDWIDTH
 from fivefold.plan.engines import Engine, Job
 from fivefold.plan.time import accelerator as compute
 from fivefold.plan.time.breakdown import (
@@ -35,10 +36,6 @@ from fivefold.plan.time.breakdown import (
 from fivefold.plan.time.machine import Layers, Machine, Places, compute_of, outside_of
 from fivefold.plan.time.operations import Operations
 from fivefold.plan.time.pipeline import pipeline_step_s
-
-GRAPHED_STEP = 0.2
-"""What is left of the host's time between steps where a graph replays whole steps: assumed, what
-small steps of MLPerf's 8B runs leave for it."""
 
 
 class Accelerators(Machine):
@@ -277,11 +274,6 @@ def _data_exposure(
     exposed = np.maximum(total - window, total / np.maximum(calls, 1))
     exposed = np.minimum(exposed, total)
     return exposed / np.maximum(total, 1e-30), total - exposed
-
-
-HOST_BANDWIDTH = 40e9
-"""Bytes/s of host memory for each device, where the host runs the optimizer: assumed, two sockets
-of about 160 GB/s in use for 8 devices. Gradients and weights cross PCIe beside it."""
 
 
 def _optimizer_s(job: Job, constants: Constants, work: RankWorkload) -> Elementwise:

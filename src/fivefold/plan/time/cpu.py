@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from fivefold.arrays import Elementwise
 from fivefold.cluster.cpu import Cpu
+from fivefold.plan.constants import KEYS_AT_A_TIME
 from fivefold.plan.engines import Job
 from fivefold.plan.time.accelerator import Seconds
 from fivefold.plan.time.operations import Attention, Matmul, Operations
@@ -26,11 +27,6 @@ def work_of(job: Job, operations: Operations) -> Floats:
         operations.kernels,
     )
     return np.array(np.broadcast_arrays(*(np.atleast_1d(part) for part in parts)), dtype=float)
-
-
-KEYS_AT_A_TIME = 512
-"""PyTorch's attention on CPUs takes keys in blocks of so many, and passes over the blocks that a
-causal mask hides altogether (kvSplitSize in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
 
 
 def _attention_flops(attention: Attention) -> Elementwise:

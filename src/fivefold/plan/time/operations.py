@@ -13,12 +13,18 @@ import numpy as np
 from fivefold.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.model.config import LayerKind, ModelConfig
+from fivefold.plan.constants import (
+    ATTENTION_KERNELS,
+    EXPERT_KERNELS,
+    EXPERT_PASSES,
+    EXPERT_PASSES_FUSED,
+    EXPERT_PASSES_ONCE_A_NODE,
+    HEAD_KERNELS,
+    MLP_KERNELS,
+    QUANTIZED_EXPERT_KERNELS,
+    ROUTING_KERNELS,
+)
 from fivefold.plan.engines import Job
-
-ATTENTION_KERNELS, MLP_KERNELS, HEAD_KERNELS = 14.0, 4.0, 12.0
-ROUTING_KERNELS, EXPERT_KERNELS, QUANTIZED_EXPERT_KERNELS = 46.0, 4.0, 12.0
-"""Kernels that a forward pass launches in the parts of a layer and for each local expert: assumed,
-about what profiles of such layers show. They matter where the host cannot keep ahead."""
 
 
 @dataclass(frozen=True)
@@ -240,10 +246,8 @@ def _expert_operations(job: Job, layouts: LayoutBatch, t: Elementwise):
     width = moe.expert_intermediate_size / layouts.etp
     gates = 2 if config.gated_mlp else 1
     products = list(expert_products(job, layouts, t))
-    # Rows are copied for each expert, put in the experts' order where they arrive and back, and
-    # summed at home: 6.4 passes over the copies. Dispatchers that send once a node do the first
-    # and the last on the way; fused kernels read and write in the experts' order.
-    passes = 3.0 if fused else 4.0 if job.engine.once_a_node else 6.4
+    without = EXPERT_PASSES_ONCE_A_NODE if job.engine.once_a_node else EXPERT_PASSES
+    passes = EXPERT_PASSES_FUSED if fused else without
     moved = (routed * moe.experts_per_token + copies) / 2 * hidden * passes
     if not fused:
         moved = moved + copies * _activation_elements(config.gated_mlp) * width

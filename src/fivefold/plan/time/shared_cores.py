@@ -22,6 +22,7 @@ from fivefold.layout.batch import LayoutBatch
 from fivefold.ledger import Transfer
 from fivefold.parallel.pipeline.table import Schedule
 from fivefold.parallel.workload import RankWorkload
+from fivefold.plan.constants import ZERO_PASSES
 from fivefold.plan.engines import Job
 from fivefold.plan.time.accelerator import Seconds
 from fivefold.plan.time.breakdown import (
@@ -39,11 +40,6 @@ from fivefold.plan.time.cpu import seconds as cpu_seconds
 from fivefold.plan.time.machine import Machine, Places, compute_of, outside_of
 from fivefold.plan.time.operations import Operations
 from fivefold.plan.time.pipeline import pipeline_step_s
-
-ZERO_PASSES = 4
-"""How often ZeRO reads or writes what it gathers or reduces, beside the message: FSDP2 copies a
-unit's weights out of the buffer that they arrive in, and gradients into the one that they leave
-from."""
 
 
 class SharedCores(Machine):
