@@ -45,7 +45,6 @@ ARROWS: dict[str, set[str]] = {
     "schema": {"errors", "files", "text"},
     "step_trace": {"ledger"},
     "ledger": set(),
-    "results": set(),
     "model": set(),
     "readers": {"model"},
     "layout": {"model", "ledger"},
