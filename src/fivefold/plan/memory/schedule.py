@@ -71,7 +71,7 @@ def _events_of(table: Schedule, rank: int) -> list[ScheduleEvent]:
         kind, chunk = step.action.kind, chunks.index(step.action.stage)
         held[chunk] += kind == "F"
         arriving = following is not None and following.receives is not None
-        moment = ScheduleEvent(
+        event = ScheduleEvent(
             kind,
             chunk,
             tuple(held),
@@ -81,12 +81,12 @@ def _events_of(table: Schedule, rank: int) -> list[ScheduleEvent]:
             kind in "BW" and done[chunk] == table.micro_batches - 1,
             arriving + leaving,
         )
-        found[moment] = None
+        found[event] = None
         held[chunk] -= kind in "BI"
         deferred_weight_grads[chunk] += (kind == "I") - (kind == "W")
         done[chunk] += kind in "BW"
-        # What is sent is let go with the next message. What a forward pass sends is its output,
-        # which is there until its backward pass anyhow.
+        # A sent tensor is freed with the next message. A forward pass sends its output, which is
+        # kept until its backward pass anyway.
         if step.sends is not None:
             leaving = int(kind != "F")
             sent = step.action.stage, step.action.micro_batch
@@ -98,7 +98,8 @@ def _events_of(table: Schedule, rank: int) -> list[ScheduleEvent]:
 def _events_of_planned(
     schedule: str, pp: int, vpp: int, micro_batches: int, rank: int
 ) -> tuple[ScheduleEvent, ...]:
-    """Of a schedule that has no table: its chunks hold alike much, as `in_flight` says."""
+    """The events of a schedule without a table: its chunks hold equally many micro-batches, by
+    `in_flight`."""
     chunks = max(vpp, 2 if schedule.startswith("dualpipe") else 1)
     held = int(in_flight(schedule, pp, vpp, micro_batches, rank))
     each = (max(1, -(-held // chunks)),) * chunks
@@ -111,21 +112,21 @@ def _events_of_planned(
 
 
 def _highest(found: list[ScheduleEvent]) -> Iterator[ScheduleEvent]:
-    """Without those at which there is no more in flight, put off, accumulated and on its way than
-    at another one of the same chunk and kind."""
+    """The events that no other of the same chunk and kind equals or exceeds in micro-batches in
+    flight, deferred weight gradients, gradients held and messages under way."""
     alike: dict[tuple[Any, ...], list[ScheduleEvent]] = {}
     for each in found:
         key = (each.kind, each.chunk, each.last, each.kind == "F" and each.starts)
         alike.setdefault(key, []).append(each)
     for group in alike.values():
-        there = np.array([_figures(moment) for moment in group])
+        there = np.array([_figures(event) for event in group])
         for number, each in enumerate(group):
             if not np.any(np.delete(np.all(there >= there[number], axis=1), number)):
                 yield each
 
 
-def _figures(moment: ScheduleEvent) -> tuple[int, ...]:
-    unfinished = tuple(not each for each in moment.finished)
-    gathered = tuple(moment.is_gathered(chunk) for chunk in range(len(unfinished)))
-    states = (*moment.accumulated, *unfinished, *gathered)
-    return (*moment.in_flight, *moment.deferred_weight_grads, *states, moment.messages)
+def _figures(event: ScheduleEvent) -> tuple[int, ...]:
+    unfinished = tuple(not each for each in event.finished)
+    gathered = tuple(event.is_gathered(chunk) for chunk in range(len(unfinished)))
+    states = (*event.accumulated, *unfinished, *gathered)
+    return (*event.in_flight, *event.deferred_weight_grads, *states, event.messages)

@@ -65,7 +65,7 @@ class Rank:
 
     @property
     def busy(self) -> Elementwise:
-        """Of one micro-batch, both passes."""
+        """Seconds of one micro-batch, both passes."""
         layers, outside = self.layers, self.outside
         return layers.forward + layers.backward + outside.forward + outside.backward
 
@@ -100,11 +100,11 @@ class Time:
 
 @dataclass(frozen=True)
 class Message:
-    """One transfer of the ledger and what it takes on the network, arrays [n]."""
+    """One transfer of the ledger and its seconds on the network, arrays [n] over layouts."""
 
     transfer: Transfer
     total: Elementwise  # seconds of all calls of a step
-    waits: Elementwise = 0.0  # beside `total`, of all calls: in which a core is free
+    waits: Elementwise = 0.0  # seconds of all calls, not in `total`, in which a core is free
 
 
 @dataclass(frozen=True)

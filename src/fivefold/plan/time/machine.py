@@ -1,5 +1,5 @@
-"""What the devices of a job take for what they compute and send: one interface for accelerators
-and for processes on the cores of a CPU."""
+"""Seconds of a job's computation and messages: one interface for accelerators and for processes
+on the cores of a CPU."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Machine(ABC):
 
     @abstractmethod
     def compute_seconds(self, operations: Operations) -> compute.Seconds:
-        """Of one layer and one micro-batch, messages not included."""
+        """Seconds of one layer and one micro-batch, without messages."""
 
     @abstractmethod
     def message_seconds(self, transfer: Transfer, places: Places) -> Message:
-        """Of all calls of a transfer in a step, whether anything overlaps with them or not."""
+        """Seconds of all calls of a transfer in a step, overlapped or not."""
 
     @abstractmethod
     def slows_compute(self, transfer: Transfer) -> float:
@@ -74,7 +74,7 @@ class Machine(ABC):
 
     @abstractmethod
     def step_seconds(self, layouts: LayoutBatch, ranks: Mapping[str, Rank]) -> Elementwise:
-        """Of a step whose ranks do this, its pipeline by formula."""
+        """Seconds of a step of these ranks, its pipeline by formula."""
 
     @abstractmethod
     def time(self, layouts: LayoutBatch, traffic: Mapping[str, Traffic]) -> Time:
@@ -82,14 +82,14 @@ class Machine(ABC):
 
     @abstractmethod
     def whole_step_seconds(self, layouts: LayoutBatch, inside: Elementwise) -> Elementwise:
-        """Of a step that takes `inside` from the first forward to the end of the optimizer."""
+        """Seconds of a step, of which `inside` lie between first forward and optimizer end."""
 
     @abstractmethod
     def run(self, schedule: Schedule, stages: StageSeconds, processes: float) -> PipelineRun:
         """The schedule's actions, simulated; each pipeline rank is so many processes."""
 
     def layer_seconds(self, layouts: LayoutBatch) -> Layers:
-        """Of one layer of each kind, and of what stands before and after the layers."""
+        """Seconds of one layer of each kind, of the embedding and of the head."""
         job = self.job
         kinds = [*dict.fromkeys(job.config.layer_kinds)]
         if job.mtp:
@@ -103,7 +103,7 @@ class Machine(ABC):
 
 
 def outside_of(layers: Layers, work: RankWorkload) -> Passes:
-    """Embedding, head and loss, and those of multi-token prediction."""
+    """Seconds of embedding, head and loss, and of those of multi-token prediction."""
     modules = work.mtp_layers
     parts = [
         (layers["embedding"], work.first + modules),
@@ -119,7 +119,7 @@ def outside_of(layers: Layers, work: RankWorkload) -> Passes:
 def compute_of(
     job: Job, layouts: LayoutBatch, layers: Layers, work: RankWorkload
 ) -> compute.Seconds:
-    """Of one micro-batch on one pipeline rank, recomputation included."""
+    """Seconds of one micro-batch on one pipeline rank, with recomputation."""
     of_layers = [(layers[kind], count) for kind, count in work.layers]
     modules = work.mtp_layers
     parts = [
