@@ -23,21 +23,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.arrays import Elementwise
 from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.model.config import ModelConfig
 from fivefold.model.counts import count_parameters
+from fivefold.parallel.data.memory import after_step
 from fivefold.parallel.workload import (
     ELEMENT_BYTES,
     ROLES,
+    RankWorkload,
     pipeline_work,
     role_rank,
     stage_work,
 )
 from fivefold.plan.engines import Job
-from fivefold.plan.memory.engine_rank import EngineRank, layers_of, unit_elements
+from fivefold.plan.memory.engine_rank import EngineRank, is_own, layers_of, unit_elements
 from fivefold.plan.memory.layers import LayerMemory
 
 KINDS = (
@@ -92,13 +95,7 @@ def estimate_memory(job: Job, layouts: LayoutBatch) -> Memory:
     (`job.imbalance` times the mean number of tokens, at most all of them).
     """
     numbers = {role: role_rank(job.config, layouts, role) for role in ROLES}
-    flat = job.engine.flat_shards
-    works = {
-        role: stage_work(
-            job.config, layouts, job.sequence_length, job.activations, role, job.mtp, flat
-        )
-        for role in ROLES
-    }
+    works = {role: _work(job, layouts, role) for role in ROLES}
     elements = unit_elements(works["first"], layouts)
     layer = layers_of(job, layouts)
     native = LayerMemory(job, layouts, works["first"])
@@ -113,6 +110,52 @@ def estimate_memory(job: Job, layouts: LayoutBatch) -> Memory:
     index = np.stack([sum(roles[name].values()) for name in names]).argmax(axis=0)
     kinds = {kind: np.choose(index, [roles[name][kind] for name in names]) for kind in KINDS}
     return Memory(np.array(names)[index], kinds)
+
+
+def find_fitting(job: Job, layouts: LayoutBatch, limit: float) -> NDArray[np.bool_]:
+    """Which layouts take at most `limit` bytes on the ranks that `estimate_memory` looks at, [n].
+
+    The ranks come one after the other, and each for the layouts that have fit so far.
+    """
+    fit = np.ones(len(layouts), bool)
+    for role in ("first", "last", "middle"):
+        # With two ranks, the one in the middle is one of the others.
+        there = (layouts.pp > 2) | (role != "middle")
+        for check in (_least_bytes, _peak_bytes):
+            here = np.flatnonzero(fit & there)
+            if len(here):
+                part = layouts.take(here)
+                fit[here] = check(job, part, _work(job, part, role), role) <= limit
+    return fit
+
+
+def _work(job: Job, layouts: LayoutBatch, role: str) -> RankWorkload:
+    flat = job.engine.flat_shards
+    return stage_work(
+        job.config, layouts, job.sequence_length, job.activations, role, job.mtp, flat
+    )
+
+
+def _least_bytes(job: Job, layouts: LayoutBatch, work: RankWorkload, role: str) -> Elementwise:
+    """No rank of this program takes less than its states as a step ends."""
+    if not is_own(job):
+        return np.zeros(len(layouts))
+    state = after_step(work)
+    return state.weights + state.gradients + state.optimizer + np.zeros(len(layouts))
+
+
+def _peak_bytes(job: Job, layouts: LayoutBatch, work: RankWorkload, role: str) -> Elementwise:
+    rank = EngineRank(
+        job,
+        layouts,
+        role_rank(job.config, layouts, role),
+        work,
+        unit_elements(work, layouts),
+        layers_of(job, layouts),
+        LayerMemory(job, layouts, work),
+    )
+    kinds = rank.bytes_by_kind()
+    return sum(kinds[kind] for kind in KINDS) + np.zeros(len(layouts))
 
 
 def stage_memory(job: Job, layout: Layout) -> list[dict[str, float]]:

@@ -23,7 +23,7 @@ from fivefold.layout.batch import LayoutBatch
 from fivefold.layout.notation import Layout
 from fivefold.plan.engines import Job
 from fivefold.plan.estimate import Estimate, estimate
-from fivefold.plan.memory.states import FITS, estimate_memory
+from fivefold.plan.memory.states import FITS, find_fitting
 from fivefold.plan.search.candidates import rank_orders, recompute_modes, with_states
 from fivefold.plan.search.constraints import Choices, Constraints
 from fivefold.plan.search.layer_balance import balanced
@@ -210,7 +210,7 @@ def _fits(job: Job, parts: list[LayoutBatch], limit: float) -> list[NDArray[np.b
     """Which layouts of each part fit."""
     if not sum(map(len, parts)):
         return [np.zeros(0, bool) for _ in parts]
-    fits = estimate_memory(job, LayoutBatch.concatenate(parts)).peak_bytes <= limit
+    fits = find_fitting(job, LayoutBatch.concatenate(parts), limit)
     return np.split(fits, np.cumsum([len(part) for part in parts])[:-1])
 
 
