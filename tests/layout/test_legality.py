@@ -103,7 +103,7 @@ def only_violation(text: str, model: ModelConfig | None = None, **setting: Any) 
         ("tp4 etp2", "tp4 etp4", ["etp 2 is neither 1 nor tp 4", "1 or 4"]),
         ("tp4 etp2 ep3", "tp4 etp4 dp3 ep3", ["etp 2 is neither 1 nor tp 4", "1 or 4"]),
         ("tp2 dp4 ep3", "tp2 dp4 ep4", ["tp 2 x dp 4 = 8", "ep may be 1, 2, 4 or 8"]),
-        ("ep2", "dp2 ep2", ["EP needs DP or CP ranks to live on", "ep may be 1"]),
+        ("ep2", "dp2 ep2", ["EP uses the ranks of DP and CP", "ep may be 1"]),
         ("tp2 etp2 dp4 ep8", "tp2 dp4 ep8", ["etp 2 x ep 8", "ep may be 1, 2 or 4"]),
         ("tp2 etp2 ep2", "tp2 etp2 ep2 ring2", ["ep may be 1"]),
         (

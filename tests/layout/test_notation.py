@@ -80,6 +80,8 @@ def test_printing_leaves_out_defaults_and_keeps_one_order():
         ("tp2 dp2 order=TP>DP", "tp2 dp2"),
         ("tp2 pp2 dp2 order=TP > PP > DP", "tp2 pp2 dp2 order=tp-pp-dp-cp-ep"),
         ("order=PP > DP > EP > CP > TP pp2", "pp2 order=pp-dp-ep-cp-tp"),
+        ("tp2 pp2 dp2 order=TP, PP, DP", "tp2 pp2 dp2 order=tp-pp-dp-cp-ep"),
+        ("tp2 pp2 dp2 order=TP,PP,DP", "tp2 pp2 dp2 order=tp-pp-dp-cp-ep"),
     ],
 )
 def test_an_order_may_be_written_as_a_plan_prints_it(text: str, printed: str):

@@ -46,7 +46,7 @@ def layout(
     print(parsed.describe())
     print(
         f"a step: dp {parsed.dp} x mb {parsed.micro_batch} x ga {parsed.accumulation}"
-        f" = {parsed.global_batch} sequences"
+        f" = {parsed.global_batch} {'sequence' if parsed.global_batch == 1 else 'sequences'}"
     )
     if parsed.world_size > 1:
         out = console()

@@ -259,7 +259,7 @@ def experts_have_ranks(layout: Layout) -> str:
         where, dp = "of one dp_replicate copy", {"dp_shard": layout.dp_shard}
     choices = nearest_choices(divisors(ranks // layout.etp), layout.ep)
     return (
-        f"EP needs DP or CP ranks to live on (with etp 1 also TP ranks), and "
+        f"EP uses the ranks of DP and CP (with etp 1 those of TP too), and "
         f"{product({'etp': layout.etp, 'ep': layout.ep})} does not divide the "
         f"{product({'tp': layout.tp, 'cp': layout.cp, **dp})} = {ranks} ranks {where}: "
         f"ep may be {choices}"

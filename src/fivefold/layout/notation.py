@@ -156,7 +156,7 @@ def stated(text: str) -> frozenset[str]:
 def _read(text: str) -> dict[str, Any]:
     """The value of each token stated, by the token's name."""
     values: dict[str, Any] = {}
-    for token in re.sub(r"\s*>\s*", ">", text).split():
+    for token in re.sub(r"\s*([>,])\s*", r"\1", text).split():
         names_file = token.lower().startswith("schedule=") and is_table_file(token)
         name, value = _read_token(token if names_file else token.lower())
         if name in values:
@@ -226,8 +226,8 @@ def _zero_stage(digits: str) -> int:
 
 
 def _read_order(value: str) -> tuple[str, ...]:
-    """The axes named, innermost first, joined by `-` or, as in a plan's text, by `>`."""
-    axes = tuple(re.split("[->]", value))
+    """The axes named, innermost first, joined by `-`, or by `,` or `>`."""
+    axes = tuple(re.split("[-,>]", value))
     if len(set(axes)) < len(axes) or not set(axes) <= set(ORDER):
         raise _order_error(value)
     return axes
@@ -326,8 +326,8 @@ def world_size_error(layout: Layout, world_size: int) -> str | None:
         return f"{wrong}: dp {world_size // model_ranks} would fit"
     return (
         f"{wrong}: tp x pp x cp = {model_ranks} must divide it "
-        f"({nearest_choices(divisors(world_size), model_ranks)}), as it would "
-        f"{nearest_multiples(world_size, model_ranks)} devices"
+        f"({nearest_choices(divisors(world_size), model_ranks)}); "
+        f"{nearest_multiples(world_size, model_ranks)} devices would fit"
     )
 
 
